@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,53 @@ class ModelConfig:
             else:
                 out.append([i, i + 1])
         return tuple((a, b, self.kinds[self.pattern[a]]) for a, b in out)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A method by its name in a table, with the options that differ from its defaults."""
+
+    name: str
+    options: tuple[tuple[str, str | bool | int | float | None], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + "".join(f",{k}={v}" for k, v in self.options)
+
+
+@dataclass(frozen=True)
+class Store:
+    """How the older part is stored."""
+
+    k: Spec = Spec("raw")  # codec of keys
+    v: Spec = Spec("raw")  # codec of values
+    page: int = 128  # slots a page
+    positions: str = "keep"  # keep | rerot | read: cache/positions.py
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which tokens of the older part are kept."""
+
+    scorer: Spec
+    budget: Spec = Spec("uniform")  # budgets.py
+    slots: int | None = None  # entries per kv head, window included; None: keep decides
+    sinks: int = 0  # the first tokens, always kept
+    count: str = "exact"  # "paper": the card's own arithmetic
+
+
+@dataclass(frozen=True)
+class CacheRecipe:
+    """What a cache keeps, how, and when; made by `kvjax.recipe`."""
+
+    name: str = "exact"
+    when: str = "during"  # "after": prefill is exact, then condenses; "during": as tokens arrive
+    keep: float = 1.0  # fraction of token entries kept
+    window: int = 0  # the newest tokens, kept exactly and never dropped
+    stride: int = 32  # tokens between two compressions while decoding
+    lookahead: int = 0  # room for drafts that may be taken back
+    chunk: int = 512  # tokens a step of prefill; part of the result when="during"
+    store: Store | None = None  # None: the exact cache, a tail and nothing else
+    choice: Choice | None = None  # None: every token is kept
 
 
 def to_json(config) -> str:

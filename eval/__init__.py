@@ -1,0 +1,1 @@
+"""Evaluation: speed, tasks, and reports about them."""

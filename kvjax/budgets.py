@@ -1,0 +1,56 @@
+"""How many entries each head gets: uniform, or pooled over the heads of a layer.
+
+A budget maps scores `[b n s]`, who competes `valid [b n s]`, and `count [b]` entries per head to the
+mask of what is kept, with `count[b]` entries per head (uniform) or `n * count[b]` in all (pooled).
+"""
+
+import jax.numpy as jnp
+from flax import struct
+
+from kvjax.cache.select import top
+from kvjax.codecs.raw import static
+from kvjax.config import Spec
+from kvjax.errors import unknown
+
+
+@struct.dataclass
+class Uniform:
+    """The same number of entries for every head."""
+
+    pooled = False
+
+    def __call__(self, scores, valid, protected, pos, count):
+        return top(scores, valid, protected, pos, count[:, None])
+
+
+@struct.dataclass
+class Pooled:
+    """One pool per layer: the best of all heads together, with a floor for each head.
+
+    Each head keeps its best `floor(alpha * count)`; the rest goes to the highest scores of any head.
+    (The authors instead shrink each head's pooled count by 1 - alpha; kvpress floors as here.)
+    Source: Feng et al. 2024, arXiv:2407.11550 (Ada-KV), algorithm 1.
+    """
+
+    alpha: float = static(0.2)
+
+    pooled = True
+
+    def __call__(self, scores, valid, protected, pos, count):
+        b, n, s = scores.shape
+        floor = jnp.floor(self.alpha * count).astype(count.dtype)
+        safe = top(scores, valid, protected, pos, floor[:, None]) | (protected & valid)
+        flat = lambda x: x.reshape(b, 1, n * s)  # noqa: E731
+        order = flat(pos * n + jnp.arange(n)[:, None])  # unique over the pool, by position first
+        keep = top(flat(scores), flat(valid), flat(safe), order, (n * count)[:, None])
+        return keep.reshape(b, n, s)
+
+
+BUDGETS = {"uniform": Uniform, "pooled": Pooled}
+
+
+def build(spec: Spec):
+    """The budget that `spec` names."""
+    if spec.name not in BUDGETS:
+        raise unknown("budget", spec.name, BUDGETS)
+    return BUDGETS[spec.name](**dict(spec.options))

@@ -1,0 +1,1 @@
+"""The compressed cache: an exact tail, compressed bodies, and what changes them."""

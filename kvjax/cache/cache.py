@@ -1,0 +1,143 @@
+"""The compressed cache: an exact tail and compressed bodies, and how a layer attends to them."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from kvjax import codecs
+from kvjax.attention import Query, attend_blocks, mass, merge
+from kvjax.cache import positions, slots
+from kvjax.codecs.raw import static
+from kvjax.config import CacheRecipe, Rope
+from kvjax.shapes import Array, Float, Int
+
+OVERFLOW, UNDERFLOW, NAN = 1, 2, 4
+"""Bits of `Cache.flags`: no room was left; truncated below the edge; a NaN was to be remembered."""
+
+
+@struct.dataclass
+class Tokens:
+    """New tokens of all layers, as `look` returns and `append` takes them."""
+
+    k: Float[Array, "l b t n d"]  # after RoPE unless the recipe stores keys before it
+    v: Float[Array, "l b t n e"]
+    evidence: tuple = ()  # for each layer group (sums, maxima) [l b h c] over its tail, if observed
+
+
+@struct.dataclass
+class Tail:
+    """A ring of exact tokens; the token of arrival index p is in slot p % capacity."""
+
+    k: Float[Array, "l b n c d"]
+    v: Float[Array, "l b n c e"]
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[-2]
+
+
+@struct.dataclass
+class LayerCache:
+    """The memory of layers start to stop: leaves stacked over them."""
+
+    tail: Tail
+    bodies: tuple = ()
+    start: int = static(0)
+    stop: int = static(0)
+    window: int | None = static(None)  # of a sliding-window layer, whose tail is its whole memory
+
+
+@struct.dataclass
+class Cache:
+    """What a model remembers of a batch of texts; all rows independent."""
+
+    groups: tuple[LayerCache, ...]
+    seen: Int[Array, "b"]  # arrivals so far: the arrival index of the next token
+    clock: Int[Array, "b"]  # rotary position of the next token
+    edge: Int[Array, "b"]  # arrivals that the bodies have taken
+    high: Int[Array, "b"]  # the largest `seen` so far; rings hold nothing older than high - capacity
+    budget: Int[Array, "b"]  # entries per kv head that the bodies may keep
+    flags: Int[Array, "b"]  # OVERFLOW, UNDERFLOW, NAN
+    recipe: CacheRecipe = static(CacheRecipe())
+    max_length: int = static(0)
+
+    @property
+    def batch(self) -> int:
+        return self.seen.shape[0]
+
+
+@struct.dataclass
+class Places:
+    """Where a tail's tokens are: what all layers of a group share, made once outside the scan."""
+
+    pos: Int[Array, "b c"]  # arrival index, -1 where empty
+    rotary: Int[Array, "b c"]
+    edge: Int[Array, "b"]
+
+
+def raw_keys(recipe: CacheRecipe) -> bool:
+    """Whether keys are stored before RoPE and rotated on read."""
+    if recipe.store is None:
+        return False
+    return recipe.store.positions == "read" or codecs.pair(recipe.store).k.rope == "before"
+
+
+def oldest_in_ring(cache: Cache, group: LayerCache) -> Int[Array, "b"]:
+    """The lowest arrival index that the tail of `group` answers for."""
+    if group.bodies:
+        return cache.edge
+    if group.window is None:
+        return jnp.zeros_like(cache.seen)
+    return jnp.maximum(cache.high - group.tail.capacity, 0)
+
+
+def takes_more(group: LayerCache) -> bool:
+    """Whether tokens leave the tail of a group for its bodies."""
+    return any(not body.closed for body in group.bodies)
+
+
+def places(cache: Cache, group: LayerCache) -> Places:
+    pos = positions.ring(group.tail.capacity, cache.seen, oldest_in_ring(cache, group))
+    shift = (cache.clock - cache.seen)[:, None]
+    return Places(pos, jnp.where(pos >= 0, pos + shift, 0), cache.edge)
+
+
+def attend(
+    layer: LayerCache, query: Query, at: Places, recipe: CacheRecipe, rope: Rope, observe: bool = False
+):
+    """Attends to one layer's memory; returns pieces to merge, and a function for evidence.
+
+    layer: leaves without their layer axis. The evidence function takes the total lse and gives the
+    mass (sums, maxima) [b h c] of the tail's slots, if observe.
+    """
+    tail, turned = layer.tail, raw_keys(recipe)
+    dtype = query.q.dtype
+
+    def read(start, size):
+        k, v = (slots.cut(x, start, size, 2) for x in (tail.k, tail.v))
+        if turned:
+            k = positions.turn(k, slots.cut(at.rotary, start, size, 1)[:, None], rope)
+        return k.astype(dtype), v.astype(dtype)
+
+    n, e = tail.k.shape[1], tail.v.shape[-1]
+    pieces = [attend_blocks(query, read, tail.capacity, at.pos, kv_heads=n, value_dim=e)]
+    for body in layer.bodies:
+        pieces.append(slots.attend(body, query, at.edge, recipe, rope))
+
+    def evidence(lse):
+        return mass(query, tail.k.astype(dtype), at.pos, lse) if observe else ()
+
+    return pieces, evidence
+
+
+def merge_all(pieces):
+    """Attention over all pieces together."""
+    whole = pieces[0]
+    for piece in pieces[1:]:
+        whole = merge(whole, piece)
+    return whole
+
+
+def nbytes(cache) -> int:
+    """Bytes held by the leaves of a cache (or of any tree of arrays)."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

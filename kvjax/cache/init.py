@@ -1,0 +1,158 @@
+"""Making a cache: capacities from the recipe, and an empty tree of that size."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import budgets, codecs, scorers
+from kvjax.cache.cache import Cache, LayerCache, Tail, raw_keys
+from kvjax.cache.slots import Slots, pos_dtype
+from kvjax.config import CacheRecipe, ModelConfig
+from kvjax.errors import InputError
+
+
+def round_up(x: int, to: int) -> int:
+    return -(-x // to) * to
+
+
+def bucket(length: int) -> int:
+    """The length rounded up to a sixteenth of its power of two: few shapes for many lengths."""
+    return round_up(length, max(1 << max((length - 1).bit_length() - 4, 0), 1))
+
+
+def kept(recipe: CacheRecipe, length: int) -> int:
+    """Entries per kv head that the recipe keeps of `length` tokens, window included."""
+    if recipe.choice is not None and recipe.choice.slots is not None:
+        return min(recipe.choice.slots, length)
+    exact = recipe.choice is None or recipe.choice.count == "exact"
+    return round(recipe.keep * length) if exact else int(recipe.keep * length)
+
+
+def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
+    """Refuses, with one sentence, what cannot work."""
+    if max_length < 1:
+        raise InputError(f"max_length must be at least 1, got {max_length}")
+    if recipe.store is None:
+        return
+    pair = codecs.pair(recipe.store)
+    if recipe.store.page % pair.group:
+        raise InputError(
+            f"pages of {recipe.store.page} slots do not hold whole groups of {pair.group}; "
+            f"use page={round_up(recipe.store.page, pair.group)}"
+        )
+    if recipe.choice is None:
+        return
+    scorer, budget = scorers.build(recipe.choice.scorer), budgets.build(recipe.choice.budget)
+    name = recipe.name
+    if recipe.when == "during":
+        if pair.group > 1:
+            raise InputError(
+                f"{name}: the codec shares scales over {pair.group} tokens; a scorer that streams "
+                "needs a codec with group 1"
+            )
+        if scorer.observe:
+            raise InputError(f"{name} scores by attention evidence, once: use when='after'")
+        if budget.pooled:
+            raise InputError(f"{name}: pools of pages are made by condensing: use when='after'")
+    elif recipe.store.positions == "read":
+        raise InputError(f"{name}: positions='read' needs keys stored before RoPE: use when='during'")
+    body = kept(recipe, max_length) - recipe.window
+    if recipe.when == "during" and body < max(recipe.choice.sinks, 1):
+        raise InputError(
+            f"{name}: keep leaves {kept(recipe, max_length)} of {max_length} entries, which its window "
+            f"of {recipe.window} and {recipe.choice.sinks} sinks exceed; raise keep or shrink window"
+        )
+
+
+def tail_capacity(recipe: CacheRecipe) -> int:
+    """Slots of a tail before bodies: the window, a group that is not whole yet, a stride, drafts."""
+    group = codecs.pair(recipe.store).group if recipe.store else 1
+    return round_up(recipe.window + group - 1 + recipe.stride + recipe.lookahead, group)
+
+
+def init_cache(
+    config: ModelConfig, recipe: CacheRecipe, batch: int, max_length: int, *, length: int | None = None
+) -> Cache:
+    """An empty cache for `batch` texts of up to `max_length` tokens each.
+
+    A recipe that condenses after prefill gets the shapes it has once condensed from prompts of up
+    to `length` tokens (default max_length): to be filled with `insert`, or for compiling.
+    """
+    check(config, recipe, max_length)
+    after = recipe.when == "after" and recipe.store is not None
+    length = min(max_length, length or max_length)
+    groups = tuple(
+        _layers(config, recipe, batch, max_length, bucket(length) if after else None, *run)
+        for run in config.runs()
+    )
+    zero = lambda: jnp.zeros((batch,), jnp.int32)  # noqa: E731
+    budget = jnp.full((batch,), max(kept(recipe, length if after else max_length) - recipe.window, 0), jnp.int32)
+    return Cache(groups, zero(), zero(), zero(), zero(), budget, zero(), recipe, max_length)
+
+
+def abstract_cache(config, recipe, batch: int, max_length: int, *, length: int | None = None) -> Cache:
+    """The tree of ShapeDtypeStruct that `init_cache` would fill: for compiling ahead of time."""
+    return jax.eval_shape(lambda: init_cache(config, recipe, batch, max_length, length=length))
+
+
+def _layers(config, recipe, batch, max_length, condensed, start, stop, kind):
+    n, d, dtype = config.kv_heads, config.head_dim, jnp.dtype(config.dtype)
+
+    def tail(capacity):
+        shape = (stop - start, batch, n, capacity, d)
+        return Tail(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    if kind.window is not None:
+        capacity = round_up(kind.window + recipe.stride + recipe.lookahead, 8)
+        return LayerCache(tail(min(capacity, max_length)), (), start, stop, kind.window)
+    if recipe.store is None:
+        return LayerCache(tail(max_length), (), start, stop)
+    layers = stop - start
+    if condensed is None:
+        keeps = max_length if recipe.choice is None else kept(recipe, max_length) - recipe.window
+        capacity = min(round_up(keeps, recipe.store.page), round_up(max_length, recipe.store.page))
+        bodies = (empty_body(config, recipe, layers, batch, capacity, max_length),)
+    else:
+        body = max(kept(recipe, condensed) - min(recipe.window, kept(recipe, condensed)), 1)
+        bodies = after_bodies(config, recipe, layers, batch, body, condensed, max_length)
+    return LayerCache(tail(after_tail(recipe, condensed, max_length)), bodies, start, stop)
+
+
+def after_tail(recipe, condensed, max_length) -> int:
+    """The tail of a condensed cache: with raw codes it also keeps all later tokens."""
+    capacity = tail_capacity(recipe)
+    if condensed is None or recipe.choice is None or not codecs.pair(recipe.store).raw:
+        return capacity
+    return max(capacity, round_up(recipe.window + max(max_length - condensed, 0) + recipe.lookahead, 8))
+
+
+def after_bodies(config, recipe, layers, batch, slots, condensed, max_length):
+    """The condensed body, closed, and for coded recipes a second one for the tokens to come."""
+    if recipe.choice is None:  # every token is kept in order: later ones follow in the same body
+        room = round_up(max_length, recipe.store.page)
+        return (empty_body(config, recipe, layers, batch, room, max_length),)
+    pool = budgets.build(recipe.choice.budget).pooled
+    body = empty_body(config, recipe, layers, batch, slots, max_length, pool=pool, closed=True)
+    if codecs.pair(recipe.store).raw:
+        return (body,)
+    room = round_up(max(max_length - condensed, 1) + recipe.window, recipe.store.page)
+    return (body, empty_body(config, dataclasses.replace(recipe, choice=None), layers, batch, room, max_length))
+
+
+def empty_body(config, recipe, layers, batch, slots, max_length, *, pool=False, closed=False) -> Slots:
+    """A body of at least `slots` slots per kv head, in whole pages; one pool of that mean size."""
+    page, n, d = recipe.store.page, config.kv_heads, config.head_dim
+    rows, pages = (1, -(-slots * n // page) + n) if pool else (n, -(-slots // page))
+    pair, dtype = codecs.pair(recipe.store), jnp.dtype(config.dtype)
+    lead = (layers, batch, rows, pages)
+    x = jnp.zeros((*lead, page, d), dtype)
+    codes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(pair.encode, x, x))
+    pos = owner = None
+    if recipe.choice is not None:
+        kind = pos_dtype(max_length)
+        pos = jnp.full((*lead, page), 65535 if kind == jnp.uint16 else -1, kind)
+    if pool:
+        owner = jnp.full(lead, -1, jnp.int8 if n < 128 else jnp.int32)
+    base = jnp.zeros((layers, batch), jnp.int32)
+    return Slots(codes, base, pos, owner, page=page, heads=n if pool else 1, closed=closed)

@@ -1,0 +1,251 @@
+"""What changes a cache: append, absorb_long, compress, truncate, and rows of a batch."""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import codecs, sharding
+from kvjax.cache import cache as c
+from kvjax.cache.absorb import absorb
+from kvjax.cache.cache import Cache, LayerCache, Tokens
+from kvjax.cache.write import write_run
+from kvjax.errors import InputError
+from kvjax.shapes import Array, Int
+
+
+def group_of(cache: Cache) -> int:
+    """Tokens that leave the tail together."""
+    return codecs.pair(cache.recipe.store).group if cache.recipe.store else 1
+
+
+def append(cache: Cache, new: Tokens, count: Int[Array, "b"] | None = None) -> Cache:
+    """Remembers the first count[b] of the new tokens (all of them if None), in the tail.
+
+    Writes the tail and nothing else. A row whose tail has no room for its count is left as it was
+    and flagged OVERFLOW; a row with a NaN among its keys or values is flagged NAN. More new tokens
+    than a sliding-window tail can take without losing its window are an error at trace time.
+    """
+    t = new.k.shape[2]
+    for group in cache.groups:
+        room = group.tail.capacity - (group.window - 1 if group.window else 0)
+        if t > room:
+            raise InputError(
+                f"append got {t} tokens and a tail has room for {room}; use absorb_long, or a "
+                "recipe with a larger stride or lookahead"
+            )
+    return sharding.local(_append, cache, new.replace(evidence=()), _count(cache, new, count))
+
+
+def _count(cache, new, count):
+    full = jnp.full((cache.batch,), new.k.shape[2], jnp.int32)
+    return full if count is None else jnp.clip(jnp.asarray(count, jnp.int32), 0, full)
+
+
+def _append(cache: Cache, new: Tokens, count):
+    count, flags = _admit(cache, new, count, [g for g in cache.groups if g.window is None])
+    groups = tuple(
+        group.replace(tail=_write_tail(group, new, cache.seen, count)) for group in cache.groups
+    )
+    return _advance(cache, count).replace(groups=groups, flags=flags)
+
+
+def _admit(cache, new, count, groups):
+    """Counts with rows refused that would overflow the tails of `groups`, and the flags."""
+    over = jnp.zeros_like(count, bool)
+    for group in groups:
+        held = cache.seen + count - c.oldest_in_ring(cache, group)
+        over |= (held > group.tail.capacity) & (count > 0)
+    flags = cache.flags | jnp.where(over, c.OVERFLOW, 0) | _nan(new, count)
+    return jnp.where(over, 0, count), flags
+
+
+def _advance(cache, count):
+    seen = cache.seen + count
+    return cache.replace(
+        seen=seen, clock=cache.clock + count, high=jnp.maximum(cache.high, seen)
+    )
+
+
+def _nan(new, count):
+    real = jnp.arange(new.k.shape[2]) < count[:, None]
+    bad = sum(jnp.isnan(x).any(axis=(0, 3, 4)) & real for x in (new.k, new.v))
+    return jnp.where(bad.any(axis=1), c.NAN, 0)
+
+
+def _of_group(group: LayerCache, x):
+    """New tokens [l b t n d] of a group's layers, heads leading: [l b n t d]."""
+    return jnp.swapaxes(x[group.start : group.stop], 2, 3)
+
+
+def _write_tail(group: LayerCache, new: Tokens, seen, count):
+    k, v = (_of_group(group, x) for x in (new.k, new.v))
+    tail = group.tail
+    return tail.replace(
+        k=write_run(tail.k, k, seen, count, ring=True), v=write_run(tail.v, v, seen, count, ring=True)
+    )
+
+
+def absorb_long(cache: Cache, new: Tokens, count: Int[Array, "b"] | None = None, *, tables=None) -> Cache:
+    """Remembers the first count[b] new tokens, however many, and settles what is older than the
+    window into the bodies. A row whose tail should keep all and has no room is left as it was and
+    flagged OVERFLOW."""
+    return sharding.local(_settle, cache, new.replace(evidence=()), _count(cache, new, count))
+
+
+def compress(cache: Cache, *, tables=None) -> Cache:
+    """Moves whole groups that are older than the window from the tail to the bodies.
+
+    To be called at least every `recipe.stride` appended tokens, else the tail overflows. Tokens at
+    or past `seen` are never moved. A cache whose tails keep all is returned as it is.
+    """
+    if not any(map(c.takes_more, cache.groups)):
+        return cache
+    return sharding.local(_settle, cache, None, jnp.zeros_like(cache.seen))
+
+
+def _settle(cache: Cache, new: Tokens | None, count):
+    size, window = group_of(cache), cache.recipe.window
+    t = new.k.shape[2] if new is not None else 0
+    flags = cache.flags
+    if new is not None:
+        fixed = [g for g in cache.groups if g.window is None and not c.takes_more(g)]
+        count, flags = _admit(cache, new, count, fixed)
+    total = cache.seen + count
+    moved = jnp.maximum((total - cache.edge - window) // size, 0) * size
+    groups = []
+    for group in cache.groups:
+        tail, bodies = group.tail, group.bodies
+        if c.takes_more(group):
+            most = (t + tail.capacity - window) // size * size
+            arriving = _oldest(cache, group, new, most)
+            bodies, lost = _chain(bodies, _masked(*arriving, cache.edge, moved), cache, total)
+            flags = flags | lost
+        if new is not None:
+            tail = _write_tail(group, new, cache.seen, count)
+        groups.append(group.replace(tail=tail, bodies=bodies))
+    if any(map(c.takes_more, cache.groups)):
+        cache = _moved(cache, moved)
+    return _advance(cache, count).replace(groups=tuple(groups), flags=flags)
+
+
+def _moved(cache, moved):
+    """The clock after tokens left the tail: ranks fall by what was dropped (positions="read")."""
+    edge = cache.edge + moved
+    clock = cache.clock
+    if cache.recipe.store.positions == "read":
+        held = jnp.minimum(edge, cache.budget)
+        clock = clock - (moved - (held - jnp.minimum(cache.edge, cache.budget)))
+    return cache.replace(edge=edge, clock=clock)
+
+
+def _oldest(cache, group, new, most):
+    """Keys and values [l b n most d] of arrivals edge + j, from the tail or the new tokens."""
+    at = cache.edge[:, None] + jnp.arange(most, dtype=jnp.int32)  # [b most]
+    slot = (at % group.tail.capacity)[None, :, None, :, None]
+    out = []
+    for ring, name in ((group.tail.k, "k"), (group.tail.v, "v")):
+        x = jnp.take_along_axis(ring, slot, axis=3)
+        if new is not None:
+            fresh = _of_group(group, getattr(new, name))
+            j = jnp.clip(at - cache.seen[:, None], 0, fresh.shape[3] - 1)[None, :, None, :, None]
+            late = (at >= cache.seen[:, None])[None, :, None, :, None]
+            x = jnp.where(late, jnp.take_along_axis(fresh, j, axis=3).astype(x.dtype), x)
+        out.append(x)
+    return out
+
+
+def _masked(k, v, start, count):
+    """The arriving tokens k, v [l b n a d] with their arrival indices start + j, j < count."""
+    j = jnp.arange(k.shape[3], dtype=jnp.int32)
+    arrival = jnp.where(j < count[:, None], start[:, None] + j, -1)
+    return k, v, jnp.broadcast_to(arrival[None, :, None], k.shape[:4])
+
+
+def _chain(bodies, arriving, cache, length):
+    """What leaves one body arrives at the next; what leaves the last is forgotten, and flagged
+    where nothing should have been."""
+    out = []
+    for body in bodies:
+        body, arriving = absorb(body, arriving, cache.budget, length, cache.recipe)
+        out.append(body)
+    keeps_all = all(body.pos is None or body.closed for body in bodies)
+    lost = (arriving[2] >= 0).any(axis=(0, 2, 3))
+    return tuple(out), jnp.where(lost, c.OVERFLOW, 0) if keeps_all else 0
+
+
+def truncate(cache: Cache, length: Int[Array, "b"] | int) -> Cache:
+    """Forgets every token of arrival >= length[b].
+
+    Exact while those tokens are still in the tail: down to `edge`, and in sliding-window layers as
+    far back as their ring reaches. Below that a row is left as it was and flagged UNDERFLOW, unless
+    every body keeps its tokens in order (no scorer, group 1): those cut anywhere. Host functions
+    raise. A length above `seen` changes nothing.
+    """
+    length = jnp.minimum(jnp.broadcast_to(jnp.asarray(length, jnp.int32), cache.seen.shape), cache.seen)
+    ok = length >= 0
+    for group in cache.groups:
+        if group.window is not None:
+            lost = jnp.maximum(cache.high - group.tail.capacity, 0)
+            ok &= (lost == 0) | (length - (group.window - 1) >= lost)
+        elif group.bodies:
+            ok &= (length >= cache.edge) | _cuts(cache, group)
+    length = jnp.where(ok, length, cache.seen)
+    flags = cache.flags | jnp.where(ok, 0, c.UNDERFLOW)
+    cache = cache.replace(clock=cache.clock - (cache.seen - length), seen=length, flags=flags)
+    return cache.replace(edge=jnp.minimum(cache.edge, length))
+
+
+def _cuts(cache, group):
+    """Whether the bodies of a group can be cut anywhere: all tokens kept, in order, group 1."""
+    whole = cache.recipe.choice is None and cache.recipe.when == "during"
+    return whole and group_of(cache) == 1 and all(b.pos is None for b in group.bodies)
+
+
+def select(cache: Cache, rows: Int[Array, "r"]) -> Cache:
+    """The conversations `rows` of a batch, as a batch of their own."""
+    rows = jnp.asarray(rows)
+    take = lambda x: jnp.take(x, rows, axis=1 if x.ndim > 1 else 0)  # noqa: E731
+    return jax.tree.map(take, cache)
+
+
+def insert(cache: Cache, row: int, other: Cache) -> Cache:
+    """Puts the one conversation of `other` in a row of a batch; both of one recipe and size."""
+    if other.batch != 1:
+        raise InputError(f"insert takes a cache of one row, got {other.batch}; use select first")
+    if jax.tree.structure(cache) != jax.tree.structure(other):
+        raise InputError(
+            f"insert needs equal recipes and capacities: this cache is {cache.recipe.name!r} of "
+            f"{cache.max_length}, the other {other.recipe.name!r} of {other.max_length}"
+        )
+
+    def put(x, y):
+        axis = 1 if x.ndim > 1 else 0
+        if x.shape[:axis] + x.shape[axis + 1 :] != y.shape[:axis] + y.shape[axis + 1 :]:
+            raise InputError(f"insert needs equal leaves, got {x.shape} and {y.shape}")
+        return jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), row, axis)
+
+    return jax.tree.map(put, cache, other)
+
+
+def reset(cache: Cache, row: int) -> Cache:
+    """Forgets a row: it is ready for a new conversation, with its budget as before."""
+    here = jnp.arange(cache.batch) == row
+    zero = lambda x: jnp.where(here, 0, x)  # noqa: E731
+    groups = tuple(
+        group.replace(bodies=tuple(_emptied(body, here) for body in group.bodies))
+        for group in cache.groups
+    )
+    return cache.replace(
+        groups=groups, seen=zero(cache.seen), clock=zero(cache.clock), edge=zero(cache.edge),
+        high=zero(cache.high), flags=zero(cache.flags),
+    )  # fmt: skip
+
+
+def _emptied(body, here):
+    if body.pos is None:
+        return body.replace(base=jnp.where(here, 0, body.base))
+    empty = jnp.asarray(65535 if body.pos.dtype == jnp.uint16 else -1, body.pos.dtype)
+    pos = jnp.where(here[:, None, None, None], empty, body.pos)
+    owner = body.owner
+    if owner is not None:
+        owner = jnp.where(here[:, None, None], jnp.asarray(-1, owner.dtype), owner)
+    return body.replace(pos=pos, owner=owner)

@@ -1,0 +1,214 @@
+"""The `kvjax` command: its parser, and one sentence with exit code 2 for bad input."""
+
+import argparse
+import ast
+import os
+import sys
+from collections.abc import Sequence
+
+from kvjax.errors import InputError, unknown
+
+COMMANDS = {
+    "demo": "read a long text with a small model and answer from its compressed caches",
+    "ask": "answer a question about a text file",
+    "compare": "compare recipes with the exact cache on a text file and a question",
+    "recipes": "list the recipes: what is kept, when, and where the method comes from",
+    "fetch": "download a model once, checked against its sha256",
+    "bench": "measure speed",
+}
+RECIPE_HELP = "other options of the recipe are given the same way, for example --window 64 --bits 4"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are InputErrors."""
+
+    def error(self, message):
+        raise InputError(f"{' '.join(message.split())}; see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and gives its exit code: 0, or 2 after one sentence on stderr."""
+    try:
+        args = _parse(list(sys.argv[1:] if argv is None else argv))
+        return args.run(args) or 0
+    except InputError as error:
+        print(f"kvjax: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvjax: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has gone, as in `kvjax recipes | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parse(argv):
+    parser, commands = _parser()
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        raise unknown("command", argv[0], COMMANDS)
+    args, rest = parser.parse_known_args(argv)
+    if args.command == "bench":
+        args.rest = rest
+        return args
+    known = [o for a in commands[args.command]._actions for o in a.option_strings]
+    if not hasattr(args, "options"):
+        for word in rest:
+            raise (
+                unknown("option", word, known)
+                if word.startswith("-")
+                else InputError(
+                    f"{word!r} is one argument too many; see kvjax {args.command} --help"
+                )
+            )
+        return args
+    args.options = _options(rest, args.command)
+    if args.keep is not None:
+        args.options["keep"] = args.keep
+    return args
+
+
+def _options(words, command):
+    """Recipe options among the words the parser did not know, as {"bits": 4}."""
+    options, words = {}, list(words)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise InputError(f"{word!r} is one argument too many; see kvjax {command} --help")
+        name, equals, value = word[2:].partition("=")
+        if not equals:
+            if not words:
+                raise InputError(f"option {word!r} needs a value")
+            value = words.pop(0)
+        options[name.replace("-", "_")] = _value(value)
+    return options
+
+
+def _value(text):
+    """A number or a truth value if it reads as one; names with commas are a tuple."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        named = {"true": True, "false": False, "none": None}
+        parts = tuple(text.split(","))
+        return parts if len(parts) > 1 else named.get(text.lower(), text)
+
+
+def _parser():
+    parser = Parser(
+        prog="kvjax", description="Long contexts with compressed KV caches.", allow_abbrev=False
+    )
+    sub = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    commands = {}
+    for name, text in COMMANDS.items():
+        commands[name] = sub.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+        )
+        if name != "bench":
+            commands[name].add_argument("--json", action="store_true", help="JSON for machines")
+    _demo(commands["demo"])
+    _ask(commands["ask"])
+    _compare(commands["compare"])
+    commands["recipes"].set_defaults(run=_run("recipes"))
+    _fetch(commands["fetch"])
+    _bench(commands["bench"])
+    return parser, commands
+
+
+def _demo(parser):
+    _model(parser)
+    _keep(parser)
+    parser.add_argument("--all", action="store_true", help="every recipe")
+    parser.set_defaults(run=_run("demo"))
+
+
+def _ask(parser):
+    _file_and_question(parser)
+    parser.add_argument("--recipe", default="snapkv", help="how the cache is kept (%(default)s)")
+    parser.add_argument(
+        "--max-new-tokens", type=_positive, default=64, help="longest answer (%(default)s)"
+    )
+    parser.epilog = RECIPE_HELP
+    parser.set_defaults(run=_run("ask"), options={})
+
+
+def _compare(parser):
+    _file_and_question(parser)
+    parser.add_argument(
+        "--recipe", action="append", help="a recipe to compare; may be given again (six recipes)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=_positive, default=32, help="tokens compared (%(default)s)"
+    )
+    parser.epilog = RECIPE_HELP
+    parser.set_defaults(run=_run("compare"), options={})
+
+
+def _fetch(parser):
+    parser.add_argument("name", help="the model, for example smollm2-135m")
+    parser.add_argument("--force", action="store_true", help="download again")
+    parser.add_argument(
+        "--unofficial",
+        action="store_true",
+        help="allow packages that are re-uploads by somebody other than the publisher",
+    )
+    parser.set_defaults(run=_run("fetch"))
+
+
+def _bench(parser):
+    sub = parser.add_subparsers(dest="what", required=True, parser_class=Parser)
+    sub.add_parser("speed", help="decode and prefill speed, and memory", add_help=False)
+    parser.set_defaults(run=_bench_speed)
+
+
+def _bench_speed(args):
+    from kvjax.eval import speed
+
+    return speed.run(args.rest)
+
+
+def _file_and_question(parser):
+    parser.add_argument("file", help="a UTF-8 text file")
+    parser.add_argument("question", help="what to ask about it")
+    _model(parser)
+    _keep(parser)
+
+
+def _model(parser):
+    parser.add_argument("--model", default="smollm2-135m", help="name or path (%(default)s)")
+
+
+def _keep(parser):
+    parser.add_argument(
+        "--keep", type=_fraction, help="fraction of token entries kept (the recipe's own)"
+    )
+
+
+def _fraction(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text!r}")
+    return value
+
+
+def _positive(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _run(name):
+    """The function of that name in kvjax.commands, imported when it is called."""
+
+    def run(args):
+        from kvjax import commands
+
+        return getattr(commands, name)(args)
+
+    return run
+
+
+if __name__ == "__main__":
+    sys.exit(main())

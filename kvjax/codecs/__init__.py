@@ -1,0 +1,58 @@
+"""HOW a token is stored. A codec is built for one side, keys or values; `Pair` joins two.
+
+The contract of a side: static `group` (tokens that share a scale) and `rope` ("after" or "before"
+RoPE is stored), `encode(x [... s d], valid [... s]) -> codes` with leaves `[... s ...]`,
+`decode(codes, dtype) -> [... s d]`, `bound(x)`: the largest error of an entry, per vector [... s].
+"""
+
+import math
+
+from flax import struct
+
+from kvjax.codecs.per_token import Int8
+from kvjax.codecs.raw import Raw
+from kvjax.config import Spec, Store
+from kvjax.errors import unknown
+
+CODECS = {"raw": Raw, "int8": Int8}
+
+
+@struct.dataclass
+class Pair:
+    """The codecs of keys and of values, as one."""
+
+    k: object
+    v: object
+
+    @property
+    def group(self) -> int:
+        return math.lcm(self.k.group, self.v.group)
+
+    @property
+    def raw(self) -> bool:
+        """Whether codes are the tokens themselves, so that reading all of them makes no copy."""
+        return isinstance(self.k, Raw) and isinstance(self.v, Raw)
+
+    def encode(self, k, v, valid=None):
+        return self.k.encode(k, valid), self.v.encode(v, valid)
+
+    def decode(self, codes, dtype):
+        return self.k.decode(codes[0], dtype), self.v.decode(codes[1], dtype)
+
+    def round_trip(self, k, v):
+        """What is read back after storing, with gradients passed straight through."""
+        import jax
+
+        k2, v2 = self.decode(self.encode(k, v), k.dtype)
+        return k + jax.lax.stop_gradient(k2 - k), v + jax.lax.stop_gradient(v2 - v)
+
+
+def build(spec: Spec, side: str):
+    """The codec that `spec` names, for side "k" or "v"."""
+    if spec.name not in CODECS:
+        raise unknown("codec", spec.name, CODECS)
+    return CODECS[spec.name](side=side, **dict(spec.options))
+
+
+def pair(store: Store) -> Pair:
+    return Pair(build(store.k, "k"), build(store.v, "v"))

@@ -1,0 +1,191 @@
+"""One recipe beside the exact cache: what it holds, what it answers, how long a token takes."""
+
+import dataclasses
+import statistics
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import kvjax
+from kvjax.cache import positions, slots
+from kvjax.cache.cache import oldest_in_ring
+from kvjax.config import CacheRecipe, ModelConfig
+from kvjax.errors import InputError
+
+# One of each kind: where a token stands, what it is, who looks at it, budgets per head, and codes.
+SIX = (
+    ("streaming_llm", {}),
+    ("key_norm", {}),
+    ("snapkv", {}),
+    ("ada_snapkv", {}),
+    ("int8", {}),
+    ("snapkv", {"codec": "int8"}),
+)
+TIMED = 8  # tokens a timed run decodes
+WORDS = 32  # question and answer are padded to whole multiples, so that they share a compilation
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a cache holds."""
+
+    tokens: float  # live entries, mean over layers and kv heads
+    bytes: int
+    share: float  # of the exact bf16 cache with the same room
+
+
+def with_keep(name: str, keep: float | None, **options) -> CacheRecipe:
+    """The recipe `name`; `keep` is passed on only where the recipe drops tokens."""
+    recipe = kvjax.recipe(name, **options)
+    if keep is None or recipe.choice is None:
+        return recipe
+    return kvjax.recipe(name, keep=keep, **options)
+
+
+def build(model, exact, tokens, recipe: CacheRecipe, max_length: int):
+    """The cache that `recipe` makes of `tokens [b t]`.
+
+    Recipes that compress afterwards condense the exact cache, which stays as it was; recipes that
+    compress as tokens arrive read the tokens again.
+    """
+    if recipe == kvjax.recipe("exact"):
+        return kvjax.fork(exact)
+    if recipe.when == "after":
+        return kvjax.condense(model, exact, recipe, tokens=tokens)
+    return kvjax.prefill(model, tokens, recipe, max_length=max_length, logits="none")[1]
+
+
+def held(config: ModelConfig, cache, max_length: int) -> Held:
+    """Counts what one row of `cache` holds."""
+    size = kvjax.nbytes(cache)
+    exact = 2 * 2 * config.layers * config.kv_heads * config.head_dim * max_length  # k and v, bf16
+    return Held(live(cache), size, size / exact)
+
+
+def live(cache) -> float:
+    """Entries that a query can see, per layer and kv head, on average."""
+    per_layer, layers = 0.0, 0
+    for group in cache.groups:
+        low = oldest_in_ring(cache, group)
+        ring = positions.ring(group.tail.capacity, cache.seen, low)
+        count = float((ring >= 0).sum(-1).mean())
+        for body in group.bodies:
+            if body.pos is None:
+                count += float(jnp.clip(cache.edge - body.base, 0).mean())
+                continue
+            filled = (slots.unpack_pos(body.pos) >= 0).sum((-1, -2)).mean((0, 1))  # [r]
+            heads = group.tail.k.shape[2] if body.owner is not None else filled.shape[0]
+            count += float(filled.sum()) / heads
+        per_layer += count * (group.stop - group.start)
+        layers += group.stop - group.start
+    return per_layer / layers
+
+
+def room(tokens: int) -> int:
+    """The max_length for so many tokens, with room for a question and its answer."""
+    return tokens + 128
+
+
+def logprobs(model, cache, question, answer):
+    """Log-probabilities [t w] before each token of `answer`, after `question`; cache unchanged."""
+    ids = [*question, *answer]
+    padded = np.zeros((1, -(-len(ids) // WORDS) * WORDS), np.int32)
+    padded[0, : len(ids)] = ids
+    lengths = np.asarray([len(ids)], np.int32)
+    logits, _ = kvjax.extend(model, padded, kvjax.fork(cache), lengths=lengths, logits="all")
+    here = logits[0, len(question) - 1 : len(ids) - 1]
+    return np.asarray(jax.nn.log_softmax(here.astype(jnp.float32), axis=-1))
+
+
+def answer_logprob(model, cache, question, answer) -> float:
+    """Log-probability of `answer` after `question`, teacher-forced."""
+    table = logprobs(model, cache, question, answer)
+    return float(table[np.arange(len(answer)), list(answer)].sum())
+
+
+def divergence(exact, other):
+    """(mean KL(exact || other), share of equal best tokens) of two tables [t w]."""
+    kl = (np.exp(exact) * (exact - other)).sum(-1)
+    return float(kl.mean()), float((exact.argmax(-1) == other.argmax(-1)).mean())
+
+
+def answer(model, cache, question, max_new_tokens: int):
+    """A greedy answer, as `kvjax.generate` gives it; the cache is unchanged."""
+    prompt = np.asarray([list(question)], np.int32)
+    fork = kvjax.fork(cache)
+    return kvjax.generate(model, prompt, cache=fork, max_new_tokens=max_new_tokens)
+
+
+def text_of(made) -> str:
+    """The text of a Generation of one row."""
+    return made.text if isinstance(made.text, str) else made.text[0]
+
+
+def split(tokenizer, text: str, question: str) -> tuple[list[int], list[int]]:
+    """Token ids of the text, and of the question with what the model needs to begin its answer."""
+    if tokenizer.template is None:
+        return tokenizer.encode(text), tokenizer.encode(f"\n\n{question}\n", add_bos=False)
+    chats = [[{"role": "user", "content": f"{text}\n\n{end}"}] for end in (question, "")]
+    whole, without = map(tokenizer.encode_chat, chats)
+    pairs = zip(whole, without, strict=False)
+    common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(without))
+    return whole[:common], whole[common:]
+
+
+def contenders(names, options: dict) -> list:
+    """(title, CacheRecipe) of the exact cache and of the recipes named, by default the six."""
+    made = [("exact", kvjax.recipe("exact"))]
+    if names:
+        made += [(name, kvjax.recipe(name, **options)) for name in names if name != "exact"]
+        return made
+    if other := [name for name in options if name != "keep"]:
+        raise InputError(f"option --{other[0]} belongs to one recipe; name it with --recipe")
+    for name, own in SIX:
+        title = " + ".join([name, *own.values()])
+        made.append((title, with_keep(name, options.get("keep"), **own)))
+    return made
+
+
+def run(model, tokens, asked, chosen, max_new_tokens: int, tick) -> dict:
+    """A row for each recipe, measured on the answer that the exact cache gives; `tick` advances."""
+    max_length = room(len(tokens) + len(asked) + max_new_tokens)
+    ids = np.asarray([tokens], np.int32)
+    tick("exact")
+    _, exact = kvjax.prefill(model, ids, max_length=max_length, logits="none")
+    target = np.asarray(answer(model, exact, asked, max_new_tokens).tokens).reshape(-1).tolist()
+    truth = logprobs(model, exact, asked, target)
+    report = {"tokens": len(tokens), "compared": len(target), "rows": []}
+    for name, recipe in chosen:
+        tick(name)
+        cache = build(model, exact, ids, recipe, max_length)
+        kl, agreement = divergence(truth, logprobs(model, cache, asked, target))
+        row = {"recipe": name, "when": recipe.when, "keep": recipe.keep}
+        row |= dataclasses.asdict(held(model.config, cache, max_length))
+        row |= {"kl": kl, "agreement": agreement}
+        row["ms_per_token"] = ms_per_token(model, cache)
+        row["answer"] = text_of(answer(model, cache, asked, max_new_tokens))
+        report["rows"].append(row)
+    return report
+
+
+def show(report: dict, console: Console) -> None:
+    """A table of measures, then the answers."""
+    table = Table(title=f"{report['tokens']} tokens; {report['compared']} tokens compared")
+    table.title_justify = "left"
+    table.add_column("recipe", no_wrap=True)
+    for name in ("tokens kept", "bytes", "of exact bf16", "KL", "same top-1", "ms/token"):
+        table.add_column(name, justify="right")
+    for row in report["rows"]:
+        table.add_row(
+            row["recipe"], f"{row['tokens']:,.0f}", f"{row['bytes']:,}", f"{row['share']:.0%}",
+            f"{row['kl']:.4f}", f"{row['agreement']:.0%}", f"{row['ms_per_token']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    for row in report["rows"]:
+        console.print(f"[bold]{row['recipe']}[/]: {escape(row['answer'].strip())}")

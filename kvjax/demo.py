@@ -1,0 +1,128 @@
+"""The demo: one long text, one exact cache, six compressed ones, the same questions to each."""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import kvjax
+from kvjax import compare
+from kvjax.data import moby_dick
+
+ANSWER_TOKENS = 10  # enough for the longest answer and the end of its sentence
+
+
+@dataclass(frozen=True)
+class Question:
+    """The beginning of a sentence, and the words that rightly continue it."""
+
+    text: str
+    answer: str
+    planted: bool
+
+
+# Facts that no model can know, put before these paragraphs of the chapter.
+PLANTED = {
+    2: "The secret number for Lisbon is 48213.",
+    5: "The lighthouse keeper was called Ambrose Tull.",
+    12: "The key of the chapel was hidden in the green teapot.",
+}
+QUESTIONS = (
+    Question("The secret number for Lisbon is", " 48213", True),
+    Question("The lighthouse keeper was called", " Ambrose Tull", True),
+    Question("The key of the chapel was hidden in the", " green teapot", True),
+    Question("The landlord of the Spouter-Inn was called Peter", " Coffin", False),
+    Question("The inn kept by Hosea Hussey was called the", " Try Pots", False),
+    Question("Hosea Hussey had his account books bound in superior old", " shark-skin", False),
+)
+
+
+def passage() -> str:
+    """Chapter 15 of Moby Dick, a paragraph a line, with the planted facts: about 1,700 tokens."""
+    book = moby_dick()
+    chapter = book[book.index("CHAPTER 15. Chowder.") : book.index("CHAPTER 16. The Ship.")]
+    paragraphs = [" ".join(part.split()) for part in chapter.strip().split("\n\n")]
+    for place in sorted(PLANTED, reverse=True):
+        paragraphs.insert(place, PLANTED[place])
+    return "\n\n".join(paragraphs)
+
+
+def recipes(everything: bool, keep: float | None) -> list:
+    """The exact recipe, then six or all others, as (title, CacheRecipe)."""
+    if not everything:
+        return compare.contenders(None, {} if keep is None else {"keep": keep})
+    names = [name for name in kvjax.recipes() if name != "exact"]
+    made = [(name, compare.with_keep(name, keep)) for name in names]
+    return [("exact", kvjax.recipe("exact")), *made]
+
+
+def ask(model, cache, question: Question) -> dict:
+    """One question to one cache, as a row of the report."""
+    encode = model.tokenizer.encode
+    prompt = encode("\n\n" + question.text, add_bos=False)
+    right = encode(question.answer, add_bos=False)
+    text = compare.text_of(compare.answer(model, cache, prompt, ANSWER_TOKENS))
+    said = text.strip().split("\n")[0]
+    return {
+        "question": question.text,
+        "planted": question.planted,
+        "expected": question.answer.strip(),
+        "answer": said,
+        "right": question.answer.strip() in said,
+        "logprob": compare.answer_logprob(model, cache, prompt, right),
+    }
+
+
+def run(model, chosen, tick, questions=QUESTIONS) -> dict:
+    """The whole demo as a dict: the text's size, and a row for each recipe; `tick(what)` advances."""
+    tokens = np.asarray([model.tokenizer.encode(passage())], np.int32)
+    max_length = compare.room(tokens.shape[1])
+    tick("reading the text")
+    started = time.perf_counter()
+    _, exact = kvjax.prefill(model, tokens, max_length=max_length, logits="none")
+    jax.block_until_ready(exact)
+    report = {"tokens": tokens.shape[1], "prefill_s": time.perf_counter() - started, "rows": []}
+    for name, recipe in chosen:
+        tick(name)
+        started = time.perf_counter()
+        cache = jax.block_until_ready(compare.build(model, exact, tokens, recipe, max_length))
+        row = {"recipe": name, "when": recipe.when, "keep": recipe.keep}
+        row |= {"build_s": time.perf_counter() - started}
+        row |= dataclasses.asdict(compare.held(model.config, cache, max_length))
+        row["answers"] = [ask(model, cache, question) for question in questions]
+        row["ms_per_token"] = compare.ms_per_token(model, cache)
+        report["rows"].append(row)
+    return report
+
+
+def show(report: dict, console: Console) -> None:
+    """Two tables: what each cache holds and costs, and what it answers."""
+    rows, first = report["rows"], report["rows"][0]
+    cost = Table(title=f"The caches of {report['tokens']} tokens", title_justify="left")
+    cost.add_column("recipe", no_wrap=True)
+    for name in ("tokens kept", "bytes", "of exact bf16", "right", "ms/token"):
+        cost.add_column(name, justify="right")
+    for row in rows:
+        right = sum(a["right"] for a in row["answers"])
+        cost.add_row(
+            row["recipe"], f"{row['tokens']:,.0f}", f"{row['bytes']:,}", f"{row['share']:.0%}",
+            f"{right}/{len(row['answers'])}", f"{row['ms_per_token']:.1f}",
+        )  # fmt: skip
+    console.print(cost)
+    for i, asked in enumerate(first["answers"]):
+        kind = "planted" if asked["planted"] else "found"
+        table = Table(title=f"{i + 1}. {asked['question']} ... ({kind})", title_justify="left")
+        table.add_column("recipe", no_wrap=True)
+        table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
+        table.add_column("", no_wrap=True)
+        table.add_column(f"log p of {asked['expected']!r}", justify="right", no_wrap=True)
+        for row in rows:
+            answer = row["answers"][i]
+            mark = "[green]right[/]" if answer["right"] else "[red]wrong[/]"
+            table.add_row(row["recipe"], escape(answer["answer"]), mark, f"{answer['logprob']:.2f}")
+        console.print(table)

@@ -1,0 +1,145 @@
+"""One code path for every family: training, prefill, decoding and verification are `look`."""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.attention import Query, attend_rows
+from kvjax.cache.cache import Cache, Tokens, attend, merge_all, places, raw_keys
+from kvjax.config import ModelConfig
+from kvjax.layers import angles, mlp, rms_norm, rotate
+from kvjax.params import Params
+from kvjax.shapes import Array, Float, Int
+
+LOGITS = ("all", "last", "hidden", "none")
+
+
+def look(
+    params: Params,
+    config: ModelConfig,
+    cache: Cache | None,
+    tokens: Int[Array, "b t"] | Float[Array, "b t m"],
+    *,
+    count: Int[Array, "b"] | None = None,
+    tables=None,
+    logits: str = "all",
+):
+    """Reads new tokens against the cache and changes nothing: `(logits, new)`.
+
+    tokens are ids or embeddings; past count[b] (default: all) a row is padding. cache=None reads
+    them alone: training. logits: "all" [b t w], "last" [b w] (each row's last real token), "hidden"
+    [b t m] (after the last norm), or "none". `new` is what `append` and `absorb_long` take.
+    """
+    return observe(params, config, cache, tokens, count=count, tables=tables, logits=logits)
+
+
+def observe(params, config, cache, tokens, *, count=None, tables=None, logits="all", mass=False):
+    """`look`, which also gathers the attention mass on the tail's slots where `mass` is set."""
+    if logits not in LOGITS:
+        raise ValueError(f"{logits=} must be one of {LOGITS}")
+    b, t = tokens.shape[:2]
+    count = jnp.full((b,), t, jnp.int32) if count is None else count
+    x = _embed(params, config, tokens)
+    step = jnp.arange(t, dtype=jnp.int32)
+    real = step < count[:, None]
+    start = jnp.zeros((b, 1), jnp.int32) if cache is None else cache.seen[:, None]
+    clock = start if cache is None else cache.clock[:, None]
+    pos = jnp.where(real, start + step, -1)
+    new, evidence = [], []
+    for group in _groups(config, cache):
+        x, (k, v), seen = _run(params, config, cache, group, x, pos, clock + step, mass)
+        new.append((k, v))
+        evidence.append(seen)
+    k, v = (jnp.concatenate(z) if len(new) > 1 else z[0] for z in zip(*new))
+    return _finish(params, config, x, count, logits), Tokens(k, v, tuple(evidence) if mass else ())
+
+
+def _groups(config, cache):
+    """(start, stop, LayerCache or None): stretches of layers that are scanned together."""
+    if cache is None:
+        return [(start, stop, None) for start, stop, _ in config.runs()]
+    return [(g.start, g.stop, g) for g in cache.groups]
+
+
+def _embed(params, config, tokens):
+    dtype = jnp.dtype(config.dtype)
+    if tokens.ndim == 3:
+        return tokens.astype(dtype)
+    x = jnp.take(params.embed, tokens, axis=0, mode="clip").astype(dtype)
+    if config.style.scaled_embedding:
+        x = x * jnp.asarray(config.width**0.5, dtype)
+    return x
+
+
+def _run(params, config, cache, group, x, pos, rotary, mass):
+    """Scans layers start to stop. The scan reads weights and cache and writes neither."""
+    start, stop, memory = group
+    kind = config.kinds[config.pattern[start]]
+    turn = angles(kind.rope, config.head_dim, rotary[:, :, None])  # [b t 1 d/2]
+    at = None if memory is None else places(cache, memory)
+    recipe = None if cache is None else cache.recipe
+
+    def layer(x, inputs):
+        block, mine = inputs
+        return _layer(config, kind, block, x, pos, turn, mine, at, recipe, mass)
+
+    if (start, stop) == (0, config.layers) or cache is None:
+        blocks = jax.tree.map(lambda w: w[start:stop] if w.shape[0] != stop - start else w, params.blocks)
+        x, (k, v, seen) = jax.lax.scan(layer, x, (blocks, memory))
+    else:  # a stretch of the stack, read in place: a static slice would copy its weights
+
+        def indexed(x, inputs):
+            i, mine = inputs
+            block = jax.tree.map(
+                lambda w: jax.lax.dynamic_index_in_dim(w, i, 0, keepdims=False), params.blocks
+            )
+            return layer(x, (block, mine))
+
+        x, (k, v, seen) = jax.lax.scan(indexed, x, (jnp.arange(start, stop), memory))
+    return x, (k, v), seen
+
+
+def _layer(config, kind, w, x, pos, turn, memory, at, recipe, mass):
+    style, eps = config.style, config.eps
+    y = rms_norm(x, w.attn_norm, eps, style)
+    q, k, v = (_project(y, m, b) for m, b in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias)))
+    if style.qk_norm:
+        q, k = rms_norm(q, w.q_norm, eps, style), rms_norm(k, w.k_norm, eps, style)
+    stored = k
+    q, k = rotate(q, *turn), rotate(k, *turn)
+    if recipe is None or not raw_keys(recipe):
+        stored = k
+    query = Query(q, pos, config.scale, kind.window)
+    out = attend_rows(query, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), pos)
+    seen = ()
+    if memory is not None:
+        pieces, evidence = attend(memory, query, at, recipe, kind.rope, mass)
+        out = merge_all([out, *pieces])
+        seen = evidence(out[1])
+    y = jnp.einsum("bthe,mhe->btm", out[0].astype(x.dtype), w.o)
+    if style.post_norms:
+        y = rms_norm(y, w.post_attn_norm, eps, style)
+    x = x + y
+    y = mlp(rms_norm(x, w.mlp_norm, eps, style), w.gate, w.up, w.down, style)
+    if style.post_norms:
+        y = rms_norm(y, w.post_mlp_norm, eps, style)
+    return x + y, (stored, v, seen)
+
+
+def _project(x, weight, bias):
+    """[b t m] to [b t heads d]."""
+    y = jnp.einsum("btm,hdm->bthd", x, weight)
+    return y if bias is None else y + bias
+
+
+def _finish(params, config, x, count, logits):
+    if logits == "none":
+        return None
+    if logits == "last":
+        x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+    x = rms_norm(x, params.norm, config.eps, config.style)
+    if logits == "hidden":
+        return x
+    head = params.embed if params.head is None else params.head
+    y = jnp.einsum("btm,wm->btw", x, head, preferred_element_type=jnp.float32)
+    return y[:, 0] if logits == "last" else y
+

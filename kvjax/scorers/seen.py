@@ -1,0 +1,17 @@
+"""What a scorer may look at."""
+
+from flax import struct
+
+from kvjax.shapes import Array, Float, Int
+
+
+@struct.dataclass
+class Seen:
+    """Entries of one layer that compete for room, in any order unless said."""
+
+    k: Float[Array, "b n s d"]  # as stored: after RoPE unless the codec stores keys before it
+    v: Float[Array, "b n s e"]
+    pos: Int[Array, "b n s"]  # arrival index; -1 is empty
+    length: Int[Array, "b"]  # arrivals of the row so far
+    sums: Float[Array, "b h s"] | None = None  # attention mass, if observe == "mass"; slots ordered
+    maxima: Float[Array, "b h s"] | None = None

@@ -1,0 +1,36 @@
+"""Window attention: what the newest queries look at."""
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange, reduce
+from flax import struct
+
+from kvjax.codecs.raw import static
+from kvjax.scorers.seen import Seen
+
+
+@struct.dataclass
+class WindowAttention:
+    """Keeps what the last `window` queries attend to, smoothed along the text.
+
+    Attention weights are summed over the window's queries, pooled over `kernel` neighbours (zeros
+    beyond the ends; "avg" divides by the whole kernel), then reduced over the query heads of a kv
+    head (the paper keeps one set per query head; kvpress takes the mean).
+    Source: Li et al. 2024, arXiv:2404.14469 (SnapKV), section 4 and its code.
+    """
+
+    kernel: int = static(5)
+    pool: str = static("avg")  # avg | max
+    reduce: str = static("mean")  # mean | max | sum, over the group
+
+    observe = "mass"
+
+    def __call__(self, seen: Seen):
+        n = seen.k.shape[1]
+        shape, half = (1, 1, self.kernel), self.kernel // 2
+        pad = ((0, 0), (0, 0), (half, self.kernel - 1 - half))
+        if self.pool == "max":
+            s = jax.lax.reduce_window(seen.sums, -jnp.inf, jax.lax.max, shape, (1, 1, 1), pad)
+        else:
+            s = jax.lax.reduce_window(seen.sums, 0.0, jax.lax.add, shape, (1, 1, 1), pad) / self.kernel
+        return reduce(rearrange(s, "b (n g) s -> b n g s", n=n), "b n g s -> b n s", self.reduce)

@@ -1,0 +1,105 @@
+"""Logical axes to mesh axes: the only file that names a mesh axis.
+
+Every leaf of a cache that grows with tokens is [layers, batch, rows, ...]; per-row numbers are
+[batch]. A logical axis whose mesh axis is missing from the mesh, or does not divide, is replicated;
+where kv heads do not divide the model axis a warning says so.
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Mesh axis of each logical axis; None replicates."""
+
+    batch: str | None = "data"
+    rows: str | None = "model"
+    heads: str | None = "model"
+    kv_heads: str | None = "model"
+    mlp: str | None = "model"
+    vocab: str | None = "model"
+    embed: str | None = None
+
+
+RULES = Rules()
+
+AXES = {  # logical axes of each weight
+    "embed": ("vocab", "embed"),
+    "head": ("vocab", "embed"),
+    "q": (None, "heads", None, "embed"),
+    "k": (None, "kv_heads", None, "embed"),
+    "v": (None, "kv_heads", None, "embed"),
+    "o": (None, "embed", "heads", None),
+    "gate": (None, "mlp", "embed"),
+    "up": (None, "mlp", "embed"),
+    "down": (None, "embed", "mlp"),
+    "q_bias": (None, "heads", None),
+    "k_bias": (None, "kv_heads", None),
+    "v_bias": (None, "kv_heads", None),
+}
+
+
+def _spec(shape, logical, mesh, rules) -> P:
+    out = []
+    for size, name in zip(shape, logical):
+        axis = getattr(rules, name) if name else None
+        width = dict(mesh.shape).get(axis, 1) if axis else 1
+        if axis and size % width and name in ("rows", "kv_heads"):
+            warnings.warn(f"{size} kv heads do not divide mesh axis {axis!r} of {width}: replicated",
+                          stacklevel=4)  # fmt: skip
+        out.append(axis if axis and width > 1 and size % width == 0 else None)
+    used = [a for a in out if a]
+    if len(used) != len(set(used)):
+        raise ValueError(f"{logical} puts two axes of one array on the mesh axes {used}")
+    return P(*out)
+
+
+def param_specs(params, mesh, rules: Rules = RULES):
+    """PartitionSpecs of a tree of weights (or of its shapes)."""
+
+    def of(path, leaf):
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        return _spec(leaf.shape, AXES.get(name, (None,) * leaf.ndim), mesh, rules)
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def cache_specs(cache, mesh, rules: Rules = RULES):
+    """PartitionSpecs of a cache, an abstract one too: batch and rows are sharded."""
+
+    def of(leaf):
+        axes = {1: ("batch",), 2: (None, "batch")}.get(leaf.ndim, (None, "batch", "rows"))
+        return _spec(leaf.shape, axes + (None,) * (leaf.ndim - len(axes)), mesh, rules)
+
+    return jax.tree.map(of, cache)
+
+
+def place(tree, specs, mesh):
+    """Puts a tree of arrays on a mesh by its specs."""
+    return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+
+
+def local(fn, cache, new, count):
+    """Runs `fn(cache, new, count)`, which treats rows and kv heads independently, on each shard.
+
+    Without a mesh it is a call; with one, the loops over rows stay inside a device and no cache leaf
+    is gathered.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return fn(cache, new, count)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # placing the cache has already warned
+        specs = cache_specs(cache, mesh)
+    row = specs.seen
+    heads = specs.groups[0].tail.k[2] if specs.groups else None
+    like = P(None, row[0], None, heads)
+    new_specs = jax.tree.map(lambda x: like, new)
+    return jax.shard_map(fn, in_specs=(specs, new_specs, row), out_specs=specs, check_vma=False)(
+        cache, new, count
+    )

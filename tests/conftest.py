@@ -1,0 +1,27 @@
+"""Settings of every test: eight CPU devices, checked shapes, fixed hypothesis profiles."""
+
+import os
+
+# Before jax is imported anywhere. libtpu is installed with [test] to compile ahead of time only:
+# it must not look for a chip, nor ask the network for one.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+_flags = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in _flags:
+    os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
+
+import hypothesis  # noqa: E402
+import jaxtyping  # noqa: E402
+
+# Every annotation with axis letters is checked while tests run, and never in production.
+jaxtyping.install_import_hook(["kvjax", "pallas_kernels"], "typecheck.functions_only")
+
+hypothesis.settings.register_profile("default", max_examples=20, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("full", max_examples=300, deadline=None)
+hypothesis.settings.load_profile("default")
+
+
+def pytest_configure(config):
+    """`pytest -m full` runs hypothesis with more examples, unless told a profile."""
+    if config.option.markexpr == "full" and not config.getoption("--hypothesis-profile"):
+        hypothesis.settings.load_profile("full")

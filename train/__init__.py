@@ -1,0 +1,1 @@
+"""Training: what is learned for kvjax, one file each."""

@@ -65,7 +65,9 @@ def read_text(name: str) -> str:
     try:
         data = Path(name).read_bytes()
     except OSError as error:
-        raise InputError(f"cannot read {name}: {error.strerror}; give the path of a text file")
+        raise InputError(
+            f"cannot read {name}: {error.strerror}; give the path of a text file"
+        ) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -129,12 +131,12 @@ def ask(args) -> None:
     read_s = time.perf_counter() - started
     made = kvjax.generate(
         model,
-        np.asarray([asked], np.int32),
+        asked,
         cache=cache,
         max_new_tokens=args.max_new_tokens,
         on_token=None if args.json else _printer(model.tokenizer),
     )
-    report = {"answer": comparing.text_of(made), "recipe": args.recipe, "options": args.options}
+    report = {"answer": made.text, "recipe": args.recipe, "options": args.options}
     report |= {"prompt_tokens": len(tokens) + len(asked), "tokens_kept": size.tokens}
     report |= {"bytes": size.bytes, "share": size.share, "read_s": read_s}
     report["answer_s"] = time.perf_counter() - started - read_s
@@ -144,8 +146,8 @@ def ask(args) -> None:
 def _printer(tokenizer):
     stream = tokenizer.stream()
 
-    def on_token(token):
-        sys.stdout.write(stream.push(int(np.asarray(token).reshape(-1)[0])))
+    def on_token(row, token):
+        sys.stdout.write(stream.push(token))
         sys.stdout.flush()
 
     return on_token

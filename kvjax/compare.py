@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-import time
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +14,7 @@ from rich.table import Table
 import kvjax
 from kvjax.cache import positions, slots
 from kvjax.cache.cache import oldest_in_ring
+from kvjax.cache.recipes import RECIPES, options_of
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.errors import InputError
 
@@ -27,7 +27,8 @@ SIX = (
     ("int8", {}),
     ("snapkv", {"codec": "int8"}),
 )
-TIMED = 8  # tokens a timed run decodes
+TIMED = 8  # tokens a timed run decodes, as many as an answer of the demo, which compiles it
+RUNS = 3
 WORDS = 32  # question and answer are padded to whole multiples, so that they share a compilation
 
 
@@ -54,7 +55,7 @@ def build(model, exact, tokens, recipe: CacheRecipe, max_length: int):
     Recipes that compress afterwards condense the exact cache, which stays as it was; recipes that
     compress as tokens arrive read the tokens again.
     """
-    if recipe == kvjax.recipe("exact"):
+    if recipe.store is None:
         return kvjax.fork(exact)
     if recipe.when == "after":
         return kvjax.condense(model, exact, recipe, tokens=tokens)
@@ -117,14 +118,29 @@ def divergence(exact, other):
 
 def answer(model, cache, question, max_new_tokens: int):
     """A greedy answer, as `kvjax.generate` gives it; the cache is unchanged."""
-    prompt = np.asarray([list(question)], np.int32)
     fork = kvjax.fork(cache)
-    return kvjax.generate(model, prompt, cache=fork, max_new_tokens=max_new_tokens)
+    return kvjax.generate(model, list(question), cache=fork, max_new_tokens=max_new_tokens)
 
 
-def text_of(made) -> str:
-    """The text of a Generation of one row."""
-    return made.text if isinstance(made.text, str) else made.text[0]
+def ms_per_token(model, cache) -> float:
+    """Milliseconds a token in the compiled loop, greedy: the median of several runs."""
+    times = []
+    for _ in range(RUNS + 1):  # the first one may compile
+        made = kvjax.generate(model, [0], cache=kvjax.fork(cache), max_new_tokens=TIMED, stop=())
+        times.append(made.stats["decode_s"])
+    return 1000 * statistics.median(times[1:]) / TIMED
+
+
+def describe(name: str) -> dict:
+    """A row of the table of recipes."""
+    entry = RECIPES[name]
+    return {
+        "name": name,
+        "kept": entry.keeps,
+        "when": entry.recipe.when if entry.recipe.store else "",
+        "options": options_of(entry.recipe),
+        "source": entry.source,
+    }
 
 
 def split(tokenizer, text: str, question: str) -> tuple[list[int], list[int]]:
@@ -158,7 +174,7 @@ def run(model, tokens, asked, chosen, max_new_tokens: int, tick) -> dict:
     ids = np.asarray([tokens], np.int32)
     tick("exact")
     _, exact = kvjax.prefill(model, ids, max_length=max_length, logits="none")
-    target = np.asarray(answer(model, exact, asked, max_new_tokens).tokens).reshape(-1).tolist()
+    target = answer(model, exact, asked, max_new_tokens).tokens
     truth = logprobs(model, exact, asked, target)
     report = {"tokens": len(tokens), "compared": len(target), "rows": []}
     for name, recipe in chosen:
@@ -169,7 +185,7 @@ def run(model, tokens, asked, chosen, max_new_tokens: int, tick) -> dict:
         row |= dataclasses.asdict(held(model.config, cache, max_length))
         row |= {"kl": kl, "agreement": agreement}
         row["ms_per_token"] = ms_per_token(model, cache)
-        row["answer"] = text_of(answer(model, cache, asked, max_new_tokens))
+        row["answer"] = answer(model, cache, asked, max_new_tokens).text
         report["rows"].append(row)
     return report
 

@@ -12,7 +12,9 @@ from kvjax.sampling import sample
 from kvjax.shapes import Array, Int
 
 
-def step(params: Params, config: ModelConfig, cache: Cache, tokens: Int[Array, "b t"], *, tables=None):
+def step(
+    params: Params, config: ModelConfig, cache: Cache, tokens: Int[Array, "b t"], *, tables=None
+):
     """Reads tokens and remembers them: `(logits [b t w], cache)`; `look` then `append`.
 
     The caller compresses at least every `recipe.stride` tokens.
@@ -33,52 +35,80 @@ def decode(
     temperature: float = 0.0,
     top_p: float = 1.0,
     stop: tuple[int, ...] | None = None,
-):
+) -> tuple[Int[Array, "b steps"], Cache]:
     """Generates `steps` tokens a row: `(tokens [b steps], cache)`.
 
     tokens are the last ones, not yet in the cache; the last one generated is not in it either. A row
-    that has given a token of `stop` gives -1 from then on and remembers nothing more. Two nested
-    scans: the outer carries the bodies and compresses every `recipe.stride` tokens, the inner
-    carries only the tails. Deterministic in `key`.
+    that has given a token of `stop` gives -1 from then on and remembers nothing more. Deterministic
+    in `key`; temperature 0 is greedy.
+    """
+    out, _, cache = generate_some(
+        params, config, cache, tokens, key, steps=steps, tables=tables,
+        temperature=temperature, top_p=top_p, stop=stop,
+    )  # fmt: skip
+    return out, cache
+
+
+def generate_some(
+    params, config, cache, tokens, key, *, steps, first=0, done=None, limit=None, tables=None,
+    temperature=0.0, top_p=1.0, stop=None,
+):  # fmt: skip
+    """`decode` that can be taken up again: `(tokens [b steps], last [b], cache)`.
+
+    first: steps done before (for the keys); done [b]: rows that have ended; limit: steps after which
+    all rows end (traced). Two nested scans: the outer carries the bodies and compresses every
+    `recipe.stride` tokens, the inner carries only the tails.
     """
     cache = compress(cache, tables=tables)
     stride = min(cache.recipe.stride, steps) if any(map(takes_more, cache.groups)) else steps
-    bodies = lambda c: tuple(g.bodies for g in c.groups)  # noqa: E731
-
-    def join(light, heavy):
-        groups = tuple(g.replace(bodies=b) for g, b in zip(light.groups, heavy))
-        return light.replace(groups=groups)
-
-    def strip(cache):
-        return join(cache, [() for _ in cache.groups])
+    done = jnp.zeros(tokens.shape, bool) if done is None else done
 
     def one(carry, i):
-        light, heavy, last, done = carry["light"], carry["heavy"], carry["last"], carry["done"]
-        whole = join(light, heavy)
+        whole = _join(carry["light"], carry["heavy"])
+        last, done = carry["last"], carry["done"]
+        if limit is not None:
+            done = done | (i >= limit)
         logits, new = look(params, config, whole, last[:, None], tables=tables, logits="last")
         whole = append(whole, new, jnp.where(done, 0, 1))
-        token = sample(logits, jax.random.fold_in(key, i), temperature=temperature, top_p=top_p)
+        token = sample(
+            logits, jax.random.fold_in(key, first + i), temperature=temperature, top_p=top_p
+        )
         out = jnp.where(done, -1, token)
+        last = jnp.where(done, last, token)
         for end in stop or ():
             done = done | (token == end)
-        return dict(light=strip(whole), last=jnp.where(done, last, token), done=done), out
+        return dict(light=_strip(whole), last=last, done=done), out
 
     def several(carry, i, count):
-        heavy = carry.pop("heavy")
-        carry, out = jax.lax.scan(
-            lambda c, j: one(c | {"heavy": heavy}, j), carry, i + jnp.arange(count)
+        heavy = carry["heavy"]
+        light = {k: v for k, v in carry.items() if k != "heavy"}
+        light, out = jax.lax.scan(
+            lambda c, j: one(c | {"heavy": heavy}, j), light, i + jnp.arange(count)
         )
-        whole = compress(join(carry["light"], heavy), tables=tables)
-        return dict(carry, light=strip(whole), heavy=bodies(whole)), out
+        whole = compress(_join(light["light"], heavy), tables=tables)
+        return dict(light, light=_strip(whole), heavy=_bodies(whole)), out
 
-    carry = dict(light=strip(cache), heavy=bodies(cache), last=tokens.astype(jnp.int32),
-                 done=jnp.zeros(tokens.shape, bool))  # fmt: skip
-    full = steps // stride
-    carry, out = jax.lax.scan(
-        lambda c, i: several(c, i * stride, stride), carry, jnp.arange(full)
+    carry = dict(
+        light=_strip(cache), heavy=_bodies(cache), last=tokens.astype(jnp.int32), done=done
     )
+    full = steps // stride
+    carry, out = jax.lax.scan(lambda c, i: several(c, i * stride, stride), carry, jnp.arange(full))
     out = jnp.reshape(jnp.moveaxis(out, 2, 0), (tokens.shape[0], -1))
     if steps % stride:
         carry, rest = several(carry, full * stride, steps % stride)
         out = jnp.concatenate([out, rest.T], axis=1)
-    return out, join(carry["light"], carry["heavy"])
+    return out, carry["last"], _join(carry["light"], carry["heavy"])
+
+
+def _bodies(cache):
+    return tuple(g.bodies for g in cache.groups)
+
+
+def _join(light, heavy):
+    groups = tuple(g.replace(bodies=b) for g, b in zip(light.groups, heavy))
+    return light.replace(groups=groups)
+
+
+def _strip(cache):
+    """The cache without its bodies: what the inner scan carries."""
+    return _join(cache, [() for _ in cache.groups])

@@ -14,8 +14,6 @@ import kvjax
 from kvjax import compare
 from kvjax.data import moby_dick
 
-ANSWER_TOKENS = 10  # enough for the longest answer and the end of its sentence
-
 
 @dataclass(frozen=True)
 class Question:
@@ -66,7 +64,7 @@ def ask(model, cache, question: Question) -> dict:
     encode = model.tokenizer.encode
     prompt = encode("\n\n" + question.text, add_bos=False)
     right = encode(question.answer, add_bos=False)
-    text = compare.text_of(compare.answer(model, cache, prompt, ANSWER_TOKENS))
+    text = compare.answer(model, cache, prompt, compare.TIMED).text
     said = text.strip().split("\n")[0]
     return {
         "question": question.text,
@@ -79,7 +77,7 @@ def ask(model, cache, question: Question) -> dict:
 
 
 def run(model, chosen, tick, questions=QUESTIONS) -> dict:
-    """The whole demo as a dict: the text's size, and a row for each recipe; `tick(what)` advances."""
+    """The whole demo as a dict, with a row for each recipe; `tick(what)` advances."""
     tokens = np.asarray([model.tokenizer.encode(passage())], np.int32)
     max_length = compare.room(tokens.shape[1])
     tick("reading the text")

@@ -83,7 +83,9 @@ def _run(params, config, cache, group, x, pos, rotary, mass):
         return _layer(config, kind, block, x, pos, turn, mine, at, recipe, mass)
 
     if (start, stop) == (0, config.layers) or cache is None:
-        blocks = jax.tree.map(lambda w: w[start:stop] if w.shape[0] != stop - start else w, params.blocks)
+        blocks = jax.tree.map(
+            lambda w: w[start:stop] if w.shape[0] != stop - start else w, params.blocks
+        )
         x, (k, v, seen) = jax.lax.scan(layer, x, (blocks, memory))
     else:  # a stretch of the stack, read in place: a static slice would copy its weights
 
@@ -142,4 +144,3 @@ def _finish(params, config, x, count, logits):
     head = params.embed if params.head is None else params.head
     y = jnp.einsum("btm,wm->btw", x, head, preferred_element_type=jnp.float32)
     return y[:, 0] if logits == "last" else y
-

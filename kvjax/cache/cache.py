@@ -55,7 +55,9 @@ class Cache:
     seen: Int[Array, "b"]  # arrivals so far: the arrival index of the next token
     clock: Int[Array, "b"]  # rotary position of the next token
     edge: Int[Array, "b"]  # arrivals that the bodies have taken
-    high: Int[Array, "b"]  # the largest `seen` so far; rings hold nothing older than high - capacity
+    high: Int[
+        Array, "b"
+    ]  # the largest `seen` so far; rings hold nothing older than high - capacity
     budget: Int[Array, "b"]  # entries per kv head that the bodies may keep
     flags: Int[Array, "b"]  # OVERFLOW, UNDERFLOW, NAN
     recipe: CacheRecipe = static(CacheRecipe())
@@ -103,7 +105,12 @@ def places(cache: Cache, group: LayerCache) -> Places:
 
 
 def attend(
-    layer: LayerCache, query: Query, at: Places, recipe: CacheRecipe, rope: Rope, observe: bool = False
+    layer: LayerCache,
+    query: Query,
+    at: Places,
+    recipe: CacheRecipe,
+    rope: Rope,
+    observe: bool = False,
 ):
     """Attends to one layer's memory; returns pieces to merge, and a function for evidence.
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from kvjax import budgets, codecs
+from kvjax import codecs
 from kvjax.cache import init, positions
 from kvjax.cache.absorb import choose
 from kvjax.cache.cache import Cache, LayerCache, Tail
@@ -18,8 +18,10 @@ from kvjax.scorers import Seen
 
 
 @functools.partial(jax.jit, static_argnames=("config", "recipe", "condensed"))
-def compact(cache: Cache, evidence, counts, config: ModelConfig, recipe: CacheRecipe, condensed: int):
-    """The cache that `recipe` makes of an exact one whose rows have at most `condensed` tokens.
+def compact(
+    cache: Cache, evidence, counts, config: ModelConfig, recipe: CacheRecipe, condensed: init.Sizes
+):
+    """The cache that `recipe` makes of an exact one of the sizes `condensed`.
 
     counts [b]: entries per kv head to keep, window included. evidence: per group, the attention mass
     (sums, maxima) [l b h s] that the scorer asked for, or ().
@@ -38,7 +40,7 @@ def compact(cache: Cache, evidence, counts, config: ModelConfig, recipe: CacheRe
             continue
         rope = config.kinds[config.pattern[group.start]].rope
         shape = jax.eval_shape(
-            lambda g=group: init._layers(config, recipe, cache.batch, cache.max_length, condensed,
+            lambda g=group: init.layers(config, recipe, cache.batch, cache.max_length, condensed,
                                          g.start, g.stop, config.kinds[config.pattern[g.start]])
         )  # fmt: skip
         groups.append(_layers(group, mass, shape, seen, edge, budget, recipe, rope, turned))
@@ -93,7 +95,7 @@ def gather(keep, body, k, v, pos, pair, rope):
     """The kept entries of one layer (mask [b n s]) in the shape of `body`, ascending, encoded."""
     b, n, _ = keep.shape
     if body.owner is None:
-        pages = body.codes and jax.tree.leaves(body.codes)[0].shape[3]
+        pages = jax.tree.leaves(body.codes)[0].shape[3]
         at, real = ids(keep, pages * body.page)
         owner = jnp.zeros((b, n, pages), jnp.int32)
         at, real = (rearrange(x, "b n (p s) -> b n p s", s=body.page) for x in (at, real))

@@ -1,12 +1,14 @@
 """Making a cache: capacities from the recipe, and an empty tree of that size."""
 
 import dataclasses
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from kvjax import budgets, codecs, scorers
-from kvjax.cache.cache import Cache, LayerCache, Tail, raw_keys
+from kvjax.cache.cache import Cache, LayerCache, Tail
+from kvjax.cache.recipes import resolve
 from kvjax.cache.slots import Slots, pos_dtype
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.errors import InputError
@@ -56,7 +58,9 @@ def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
         if budget.pooled:
             raise InputError(f"{name}: pools of pages are made by condensing: use when='after'")
     elif recipe.store.positions == "read":
-        raise InputError(f"{name}: positions='read' needs keys stored before RoPE: use when='during'")
+        raise InputError(
+            f"{name}: positions='read' needs keys stored before RoPE: use when='during'"
+        )
     body = kept(recipe, max_length) - recipe.window
     if recipe.when == "during" and body < max(recipe.choice.sinks, 1):
         raise InputError(
@@ -72,31 +76,53 @@ def tail_capacity(recipe: CacheRecipe) -> int:
 
 
 def init_cache(
-    config: ModelConfig, recipe: CacheRecipe, batch: int, max_length: int, *, length: int | None = None
+    config: ModelConfig,
+    recipe: CacheRecipe,
+    batch: int,
+    max_length: int,
+    *,
+    length: int | None = None,
 ) -> Cache:
     """An empty cache for `batch` texts of up to `max_length` tokens each.
 
     A recipe that condenses after prefill gets the shapes it has once condensed from prompts of up
     to `length` tokens (default max_length): to be filled with `insert`, or for compiling.
     """
+    recipe = resolve(recipe, max_length)
     check(config, recipe, max_length)
     after = recipe.when == "after" and recipe.store is not None
     length = min(max_length, length or max_length)
+    sizes = Sizes(bucket(length), bucket(max(max_length - length, 1)))
     groups = tuple(
-        _layers(config, recipe, batch, max_length, bucket(length) if after else None, *run)
+        layers(config, recipe, batch, max_length, sizes if after else None, *run)
         for run in config.runs()
     )
     zero = lambda: jnp.zeros((batch,), jnp.int32)  # noqa: E731
-    budget = jnp.full((batch,), max(kept(recipe, length if after else max_length) - recipe.window, 0), jnp.int32)
+    budget = jnp.full(
+        (batch,), max(kept(recipe, length if after else max_length) - recipe.window, 0), jnp.int32
+    )
     return Cache(groups, zero(), zero(), zero(), zero(), budget, zero(), recipe, max_length)
 
 
-def abstract_cache(config, recipe, batch: int, max_length: int, *, length: int | None = None) -> Cache:
+def abstract_cache(
+    config, recipe, batch: int, max_length: int, *, length: int | None = None
+) -> Cache:
     """The tree of ShapeDtypeStruct that `init_cache` would fill: for compiling ahead of time."""
     return jax.eval_shape(lambda: init_cache(config, recipe, batch, max_length, length=length))
 
 
-def _layers(config, recipe, batch, max_length, condensed, start, stop, kind):
+@dataclass(frozen=True)
+class Sizes:
+    """What a condensed cache is built for: the longest prompt, and the tokens that may follow."""
+
+    prompt: int
+    later: int
+
+
+def layers(
+    config, recipe, batch, max_length, condensed: Sizes | None, start, stop, kind
+) -> LayerCache:
+    """An empty memory for layers start to stop, which are of one kind."""
     n, d, dtype = config.kv_heads, config.head_dim, jnp.dtype(config.dtype)
 
     def tail(capacity):
@@ -108,44 +134,47 @@ def _layers(config, recipe, batch, max_length, condensed, start, stop, kind):
         return LayerCache(tail(min(capacity, max_length)), (), start, stop, kind.window)
     if recipe.store is None:
         return LayerCache(tail(max_length), (), start, stop)
-    layers = stop - start
+    depth = stop - start
     if condensed is None:
         keeps = max_length if recipe.choice is None else kept(recipe, max_length) - recipe.window
         capacity = min(round_up(keeps, recipe.store.page), round_up(max_length, recipe.store.page))
-        bodies = (empty_body(config, recipe, layers, batch, capacity, max_length),)
+        bodies = (empty_body(config, recipe, depth, batch, capacity, max_length),)
     else:
-        body = max(kept(recipe, condensed) - min(recipe.window, kept(recipe, condensed)), 1)
-        bodies = after_bodies(config, recipe, layers, batch, body, condensed, max_length)
-    return LayerCache(tail(after_tail(recipe, condensed, max_length)), bodies, start, stop)
+        slots = max(kept(recipe, condensed.prompt) - recipe.window, 1)
+        bodies = after_bodies(config, recipe, depth, batch, slots, condensed, max_length)
+    return LayerCache(tail(after_tail(recipe, condensed)), bodies, start, stop)
 
 
-def after_tail(recipe, condensed, max_length) -> int:
+def after_tail(recipe, condensed: Sizes | None) -> int:
     """The tail of a condensed cache: with raw codes it also keeps all later tokens."""
     capacity = tail_capacity(recipe)
     if condensed is None or recipe.choice is None or not codecs.pair(recipe.store).raw:
         return capacity
-    return max(capacity, round_up(recipe.window + max(max_length - condensed, 0) + recipe.lookahead, 8))
+    return max(capacity, round_up(recipe.window + condensed.later + recipe.lookahead, 8))
 
 
-def after_bodies(config, recipe, layers, batch, slots, condensed, max_length):
+def after_bodies(config, recipe, depth, batch, slots, condensed, max_length):
     """The condensed body, closed, and for coded recipes a second one for the tokens to come."""
     if recipe.choice is None:  # every token is kept in order: later ones follow in the same body
         room = round_up(max_length, recipe.store.page)
-        return (empty_body(config, recipe, layers, batch, room, max_length),)
+        return (empty_body(config, recipe, depth, batch, room, max_length),)
     pool = budgets.build(recipe.choice.budget).pooled
-    body = empty_body(config, recipe, layers, batch, slots, max_length, pool=pool, closed=True)
+    body = empty_body(config, recipe, depth, batch, slots, max_length, pool=pool, closed=True)
     if codecs.pair(recipe.store).raw:
         return (body,)
-    room = round_up(max(max_length - condensed, 1) + recipe.window, recipe.store.page)
-    return (body, empty_body(config, dataclasses.replace(recipe, choice=None), layers, batch, room, max_length))
+    room = round_up(condensed.later + recipe.window, recipe.store.page)
+    plain = dataclasses.replace(recipe, choice=None)
+    return (body, empty_body(config, plain, depth, batch, room, max_length))
 
 
-def empty_body(config, recipe, layers, batch, slots, max_length, *, pool=False, closed=False) -> Slots:
+def empty_body(
+    config, recipe, depth, batch, slots, max_length, *, pool=False, closed=False
+) -> Slots:
     """A body of at least `slots` slots per kv head, in whole pages; one pool of that mean size."""
     page, n, d = recipe.store.page, config.kv_heads, config.head_dim
     rows, pages = (1, -(-slots * n // page) + n) if pool else (n, -(-slots // page))
     pair, dtype = codecs.pair(recipe.store), jnp.dtype(config.dtype)
-    lead = (layers, batch, rows, pages)
+    lead = (depth, batch, rows, pages)
     x = jnp.zeros((*lead, page, d), dtype)
     codes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(pair.encode, x, x))
     pos = owner = None
@@ -154,5 +183,5 @@ def empty_body(config, recipe, layers, batch, slots, max_length, *, pool=False, 
         pos = jnp.full((*lead, page), 65535 if kind == jnp.uint16 else -1, kind)
     if pool:
         owner = jnp.full(lead, -1, jnp.int8 if n < 128 else jnp.int32)
-    base = jnp.zeros((layers, batch), jnp.int32)
+    base = jnp.zeros((depth, batch), jnp.int32)
     return Slots(codes, base, pos, owner, page=page, heads=n if pool else 1, closed=closed)

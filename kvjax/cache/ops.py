@@ -60,9 +60,7 @@ def _admit(cache, new, count, groups):
 
 def _advance(cache, count):
     seen = cache.seen + count
-    return cache.replace(
-        seen=seen, clock=cache.clock + count, high=jnp.maximum(cache.high, seen)
-    )
+    return cache.replace(seen=seen, clock=cache.clock + count, high=jnp.maximum(cache.high, seen))
 
 
 def _nan(new, count):
@@ -80,11 +78,14 @@ def _write_tail(group: LayerCache, new: Tokens, seen, count):
     k, v = (_of_group(group, x) for x in (new.k, new.v))
     tail = group.tail
     return tail.replace(
-        k=write_run(tail.k, k, seen, count, ring=True), v=write_run(tail.v, v, seen, count, ring=True)
+        k=write_run(tail.k, k, seen, count, ring=True),
+        v=write_run(tail.v, v, seen, count, ring=True),
     )
 
 
-def absorb_long(cache: Cache, new: Tokens, count: Int[Array, "b"] | None = None, *, tables=None) -> Cache:
+def absorb_long(
+    cache: Cache, new: Tokens, count: Int[Array, "b"] | None = None, *, tables=None
+) -> Cache:
     """Remembers the first count[b] new tokens, however many, and settles what is older than the
     window into the bodies. A row whose tail should keep all and has no room is left as it was and
     flagged OVERFLOW."""
@@ -180,7 +181,9 @@ def truncate(cache: Cache, length: Int[Array, "b"] | int) -> Cache:
     every body keeps its tokens in order (no scorer, group 1): those cut anywhere. Host functions
     raise. A length above `seen` changes nothing.
     """
-    length = jnp.minimum(jnp.broadcast_to(jnp.asarray(length, jnp.int32), cache.seen.shape), cache.seen)
+    length = jnp.minimum(
+        jnp.broadcast_to(jnp.asarray(length, jnp.int32), cache.seen.shape), cache.seen
+    )
     ok = length >= 0
     for group in cache.groups:
         if group.window is not None:

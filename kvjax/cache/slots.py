@@ -55,7 +55,11 @@ def pos_dtype(max_length: int):
 
 
 def pack_pos(pos, dtype):
-    return jnp.where(pos < 0, jnp.iinfo(jnp.uint16).max, pos).astype(dtype) if dtype == jnp.uint16 else pos
+    return (
+        jnp.where(pos < 0, jnp.iinfo(jnp.uint16).max, pos).astype(dtype)
+        if dtype == jnp.uint16
+        else pos
+    )
 
 
 def unpack_pos(pos):

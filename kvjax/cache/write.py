@@ -26,7 +26,9 @@ def write_run(leaf, new, start: Int[Array, "b"], count: Int[Array, "b"], *, ring
     def block(row, leaf, first):
         """Rewrites slots first .. first + size of one row."""
         at = (zero, row, zero, first) + (zero,) * rest
-        old = jax.lax.dynamic_slice(leaf, at, (leaf.shape[0], 1, *leaf.shape[2:3], size, *leaf.shape[4:]))
+        old = jax.lax.dynamic_slice(
+            leaf, at, (leaf.shape[0], 1, *leaf.shape[2:3], size, *leaf.shape[4:])
+        )
         mine = jax.lax.dynamic_index_in_dim(new, row, 1, keepdims=True)
         token = first + jnp.arange(size, dtype=jnp.int32) - start[row]
         if ring:

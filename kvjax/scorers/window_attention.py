@@ -32,5 +32,8 @@ class WindowAttention:
         if self.pool == "max":
             s = jax.lax.reduce_window(seen.sums, -jnp.inf, jax.lax.max, shape, (1, 1, 1), pad)
         else:
-            s = jax.lax.reduce_window(seen.sums, 0.0, jax.lax.add, shape, (1, 1, 1), pad) / self.kernel
+            s = (
+                jax.lax.reduce_window(seen.sums, 0.0, jax.lax.add, shape, (1, 1, 1), pad)
+                / self.kernel
+            )
         return reduce(rearrange(s, "b (n g) s -> b n g s", n=n), "b n g s -> b n s", self.reduce)

@@ -1,0 +1,286 @@
+"""For people with a model and a text: load, prefill, extend, condense, generate. Host functions."""
+
+import functools
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import scorers, sharding
+from kvjax.cache import cache as c
+from kvjax.cache import init, ops
+from kvjax.cache.cache import Cache
+from kvjax.cache.condense import compact
+from kvjax.cache.recipes import resolve
+from kvjax.config import CacheRecipe, ModelConfig
+from kvjax.errors import InputError
+from kvjax.model import look, observe
+from kvjax.params import Params
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to call: weights, numbers, tokenizer, and the tables of its codecs by name."""
+
+    params: Params
+    config: ModelConfig
+    tokenizer: object
+    tables: dict = field(default_factory=dict)
+    mesh: object = None
+
+
+def load(
+    name_or_path: str = "smollm2-135m", *, dtype=None, mesh=None, unofficial=False, progress=None
+) -> Model:
+    """The model of a name ("smollm2-135m"), a GGUF file, a Hugging Face folder or a hub name.
+
+    A named model is fetched once, checked by its sha256 and cached. dtype is of weights,
+    activations and exact cache; default float32 from GGUF, as stored from a folder. mesh places the
+    weights by `sharding.RULES`. unofficial allows re-uploads that are not the publisher's.
+    progress(done_bytes, total_bytes) is called while a file is fetched.
+    """
+    from kvjax.models import fetch, tokenizer
+    from kvjax.models import load as loading
+
+    if jax.config.jax_compilation_cache_dir is None:  # compiled once for all runs of a user
+        jax.config.update("jax_compilation_cache_dir", str(fetch.cache_folder() / "compiled"))
+    params, config, source = loading.load_weights(
+        name_or_path, dtype, unofficial=unofficial, progress=progress
+    )
+    kind, where = source
+    tok = (
+        tokenizer.Tokenizer.from_gguf(where)
+        if kind == "gguf"
+        else tokenizer.Tokenizer.from_folder(where)
+    )
+    if mesh is not None:
+        params = sharding.place(params, sharding.param_specs(params, mesh), mesh)
+    return Model(params, config, tok, mesh=mesh)
+
+
+def prefill(
+    model: Model, tokens, recipe: CacheRecipe | None = None, *, max_length: int, lengths=None, mask=None,
+    question=None, chunk: int | None = None, logits: str = "last",
+):  # fmt: skip
+    """Reads prompts into a new cache: `(logits, cache)`.
+
+    tokens [b, t] ids, right padded with `lengths` [b], or padded anywhere with `mask` [b, t]. Fed in
+    chunks (default recipe.chunk), the last one padded: one compilation whatever the prompt. A recipe
+    with when="after" reads exactly, then condenses; `question` [b, q] ids are then what its scorer
+    looks from (query-aware). logits: "last" [b w] at each row's last token, "all" [b t w], "none".
+    """
+    recipe = CacheRecipe() if recipe is None else recipe
+    tokens, lengths = _rows(tokens, lengths, mask)
+    _fits(model.config, tokens, lengths, max_length)
+    after = recipe.when == "after" and recipe.store is not None
+    resolved = resolve(recipe, max_length)
+    init.check(model.config, resolved, max_length)
+    exact = CacheRecipe(stride=recipe.stride, lookahead=recipe.lookahead)
+    cache = _placed(
+        model, init.init_cache(model.config, exact if after else resolved, len(tokens), max_length)
+    )
+    width = min(chunk or recipe.chunk, max_length)
+    out, cache = _feed(model, cache, tokens, lengths, width, logits)
+    if after:
+        cache = condense(model, cache, recipe, tokens=tokens, question=question)
+    return out, cache
+
+
+def extend(model: Model, tokens, cache: Cache, *, lengths=None, logits: str = "last"):
+    """Reads more tokens [b, t] into a cache, which is consumed (fork it to keep it): `(logits, cache)`."""
+    tokens, lengths = _rows(tokens, lengths, None)
+    if len(tokens) != cache.batch:
+        raise InputError(f"the cache holds {cache.batch} rows and tokens have {len(tokens)}")
+    total = int(jnp.max(cache.seen + jnp.asarray(lengths)))
+    if total > cache.max_length:
+        raise InputError(
+            f"the cache was made for {cache.max_length} tokens and this makes {total}; "
+            "prefill with a larger max_length"
+        )
+    _fits_context(model.config, total)
+    width = min(
+        cache.recipe.chunk, max(8, 1 << (tokens.shape[1] - 1).bit_length()), cache.max_length
+    )
+    return _feed(model, cache, tokens, lengths, width, logits)
+
+
+def condense(
+    model: Model, cache: Cache, recipe: CacheRecipe, *, tokens=None, question=None
+) -> Cache:
+    """The cache that `recipe` makes of an exact one, which is left as it is.
+
+    tokens [b t] are the ids it was made from: a scorer that asks for evidence reads its window (or
+    the question [b q], if given) again; without them such a recipe raises.
+    """
+    if any(group.bodies for group in cache.groups):
+        raise InputError(
+            f"condense takes an exact cache, this one is {cache.recipe.name!r} already"
+        )
+    if recipe.store is None:
+        return fork(cache)
+    recipe = resolve(recipe, cache.max_length)
+    if recipe.when != "after":
+        raise InputError(f"{recipe.name} compresses as tokens arrive: give it to prefill")
+    init.check(model.config, recipe, cache.max_length)
+    lengths = np.asarray(cache.seen)
+    if lengths.min() < 1:
+        raise InputError("condense got a cache with an empty row; prefill it first")
+    counts = np.array([init.kept(recipe, int(n)) for n in lengths], np.int32)
+    counts = np.maximum(counts, 1) if recipe.choice is not None else lengths
+    evidence = ()
+    if recipe.choice is not None and scorers.build(recipe.choice.scorer).observe:
+        evidence = _evidence(model, cache, recipe, counts, tokens, question)
+    later = cache.max_length - int(lengths.min())
+    sizes = init.Sizes(init.bucket(int(lengths.max())), init.bucket(max(later, 1)))
+    with _mesh(model):
+        made = compact(cache, evidence, jnp.asarray(counts), model.config, recipe, sizes)
+    return _checked(_placed(model, made))
+
+
+def _evidence(model, cache, recipe, counts, tokens, question):
+    """Attention mass on the tails' slots, from the question or from the last window of the prompt."""
+    lengths = np.asarray(cache.seen)
+    if question is not None:
+        asked, count = _rows(question, None, None)
+        if len(asked) != len(lengths):
+            raise InputError(
+                f"the cache holds {len(lengths)} rows and the question has {len(asked)}"
+            )
+    elif tokens is None:
+        raise InputError(
+            f"{recipe.name} looks at the prompt again: pass tokens=, the ids of the cache"
+        )
+    else:
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 2 or len(tokens) != len(lengths) or tokens.shape[1] < lengths.max():
+            raise InputError(
+                f"tokens of shape {tokens.shape} are not the {lengths.tolist()} tokens of the cache"
+            )
+        count = np.minimum(recipe.window, counts)
+        width = max(int(recipe.window), 1)
+        at = np.clip((lengths - count)[:, None] + np.arange(width), 0, tokens.shape[1] - 1)
+        asked = np.take_along_axis(tokens, at, axis=1)
+        cache = cache.replace(seen=cache.seen - count, clock=cache.clock - count)
+    with _mesh(model):
+        return _look_mass(model.params, model.config, cache, jnp.asarray(asked), jnp.asarray(count))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _look_mass(params, config, cache, tokens, count):
+    return observe(params, config, cache, tokens, count=count, logits="none", mass=True)[1].evidence
+
+
+@functools.partial(jax.jit, static_argnames=("config", "logits"), donate_argnames="cache")
+def _read(params, config, cache, tokens, count, logits, tables=None):
+    out, new = look(params, config, cache, tokens, count=count, logits=logits, tables=tables)
+    return out, ops.absorb_long(cache, new, count, tables=tables)
+
+
+def _feed(model, cache, tokens, lengths, width, logits):
+    """Chunks of `width` tokens; logits of "last" come from the chunk where each row ends."""
+    if logits not in ("last", "all", "none"):
+        raise InputError(f"logits must be 'last', 'all' or 'none', got {logits!r}")
+    parts, last = [], None
+    for first in range(0, tokens.shape[1], width):
+        piece = tokens[:, first : first + width]
+        short = piece.shape[1]
+        piece = np.pad(piece, ((0, 0), (0, width - short)))
+        count = np.clip(lengths - first, 0, short).astype(np.int32)
+        with _mesh(model):
+            out, cache = _read(model.params, model.config, cache, piece, count, logits)
+        if logits == "all":
+            parts.append(out[:, :short])
+        elif logits == "last":
+            ends = (lengths > first) & (lengths <= first + width)
+            last = out if last is None else jnp.where(ends[:, None], out, last)
+    cache = _checked(cache)
+    return (jnp.concatenate(parts, axis=1) if parts else last), cache
+
+
+def _rows(tokens, lengths, mask):
+    """Ids [b, t] right padded on the host, and their lengths; any mask is compacted once."""
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+        raise InputError(
+            f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {tokens.shape}"
+        )
+    b, t = tokens.shape
+    if mask is not None:
+        if lengths is not None:
+            raise InputError("give lengths or mask, not both")
+        mask = np.asarray(mask, bool)
+        if mask.shape != tokens.shape:
+            raise InputError(f"mask has shape {mask.shape} and tokens {tokens.shape}")
+        order = np.argsort(~mask, axis=1, kind="stable")
+        tokens, lengths = np.take_along_axis(tokens, order, axis=1), mask.sum(axis=1)
+        tokens = tokens[:, : max(int(lengths.max(initial=0)), 1)]
+    lengths = np.full(b, t) if lengths is None else np.asarray(lengths)
+    if lengths.shape != (b,) or (lengths > t).any():
+        raise InputError(f"lengths {lengths.tolist()} do not fit tokens of shape {(b, t)}")
+    if b == 0 or t == 0 or (lengths < 1).any():
+        raise InputError(f"every row needs at least one token, got lengths {lengths.tolist()}")
+    return tokens.astype(np.int32), lengths.astype(np.int32)
+
+
+def _fits(config, tokens, lengths, max_length):
+    longest = int(lengths.max())
+    if longest > max_length:
+        raise InputError(
+            f"the prompt has {longest} tokens and max_length is {max_length}; raise max_length"
+        )
+    _fits_context(config, longest)
+    if tokens.min() < 0 or tokens.max() >= config.vocab:
+        raise InputError(
+            f"token ids go from {tokens.min()} to {tokens.max()} and the vocabulary has {config.vocab}"
+        )
+
+
+def _fits_context(config, length):
+    if length > config.context:
+        raise InputError(
+            f"{length} tokens are more than the model's context of {config.context}; shorten the text"
+        )
+
+
+def _mesh(model):
+    import contextlib
+
+    return contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh)
+
+
+def _placed(model, cache):
+    if model.mesh is None:
+        return cache
+    return sharding.place(cache, sharding.cache_specs(cache, model.mesh), model.mesh)
+
+
+def _checked(cache: Cache) -> Cache:
+    """Raises for flags that the pure functions have set."""
+    flags = np.asarray(cache.flags)
+    if flags.any():
+        rows = np.flatnonzero(flags).tolist()
+        bits = int(np.bitwise_or.reduce(flags))
+        if bits & c.NAN:
+            raise InputError(
+                f"NaN among keys or values of rows {rows}: weights or inputs are damaged"
+            )
+        if bits & c.OVERFLOW:
+            raise InputError(
+                f"no room for the tokens of rows {rows} in {cache.max_length}; raise max_length"
+            )
+        raise InputError(
+            f"rows {rows} cannot forget tokens that are compressed already; fork first"
+        )
+    return cache
+
+
+def fork(cache: Cache) -> Cache:
+    """An independent copy: no buffer is shared."""
+    return jax.tree.map(jnp.copy, cache)
+
+
+def truncate(cache: Cache, length) -> Cache:
+    """`ops.truncate` that raises where a row cannot forget exactly. Pure under jit, where it flags."""
+    made = ops.truncate(cache, length)
+    return made if isinstance(made.flags, jax.core.Tracer) else _checked(made)

@@ -1,0 +1,185 @@
+"""Recipes: named caches with options. A method of the literature is a line of this table."""
+
+import dataclasses
+from dataclasses import dataclass, replace
+
+from kvjax import budgets, codecs, scorers
+from kvjax.cache.positions import POLICIES
+from kvjax.config import CacheRecipe, Choice, Spec, Store
+from kvjax.errors import InputError, unknown
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recipe with its defaults, what it keeps in a phrase, and where it comes from."""
+
+    recipe: CacheRecipe
+    keeps: str
+    source: str
+
+
+REST = -1
+"""A window of REST takes every entry that the sinks leave: `resolve` makes it a number."""
+
+INT8 = Spec("int8")
+SNAP = Spec("window_attention")
+POOL_SNAP = Spec("window_attention", (("kernel", 7), ("pool", "max")))
+
+RECIPES = {
+    "exact": Entry(CacheRecipe("exact"), "every token, exactly", "no compression"),
+    "int8": Entry(
+        CacheRecipe("int8", window=32, store=Store(INT8, INT8)),
+        "every token, 8 bits an entry and a scale per token and head",
+        "per-token int8 caches of serving engines",
+    ),
+    "key_norm": Entry(
+        CacheRecipe("key_norm", "after", 0.5, window=32, store=Store(),
+                    choice=Choice(Spec("key_norm"))),
+        "the keys of smallest norm, and a recent window",
+        "Devoto et al. 2024, arXiv:2406.11430",
+    ),
+    "snapkv": Entry(
+        CacheRecipe("snapkv", "after", 0.5, window=64, store=Store(), choice=Choice(SNAP)),
+        "what the last window of the prompt attends to, and that window",
+        "Li et al. 2024, arXiv:2404.14469",
+    ),
+    "ada_snapkv": Entry(
+        CacheRecipe("ada_snapkv", "after", 0.5, window=32, store=Store(page=32),
+                    choice=Choice(POOL_SNAP, Spec("pooled"))),
+        "as snapkv, with one budget shared by the heads of a layer",
+        "Feng et al. 2024, arXiv:2407.11550",
+    ),
+    "streaming_llm": Entry(
+        CacheRecipe("streaming_llm", "during", 0.5, window=REST, store=Store(page=4, positions="read"),
+                    choice=Choice(Spec("oldest"), sinks=4)),
+        "the first four tokens and the most recent ones, renumbered",
+        "Xiao et al. 2023, arXiv:2309.17453",
+    ),
+}  # fmt: skip
+
+
+def recipes() -> list[str]:
+    """Names of all recipes."""
+    return list(RECIPES)
+
+
+def recipe(name: str, **options) -> CacheRecipe:
+    """The recipe `name` with options, frozen and hashable.
+
+    keep (fraction of token entries kept) or slots (their number), window, sinks, when, stride,
+    lookahead, chunk, page, positions, count; codec ("int8", or a pair for keys and values); and the
+    options of its scorer, budget and codec. An unknown name or option raises InputError and offers
+    the nearest.
+    """
+    if name not in RECIPES:
+        raise unknown("recipe", name, RECIPES)
+    made = RECIPES[name].recipe
+    if "codec" in options:
+        made = _with_codec(made, options.pop("codec"))
+    for option, value in options.items():
+        made = _with(made, option, value)
+    return _valid(made)
+
+
+def options_of(made: CacheRecipe) -> dict[str, object]:
+    """Every option that a recipe takes, with its present value."""
+    out = {k: getattr(made, k) for k in ("window", "stride", "lookahead", "chunk")}
+    if made.store is not None:
+        out |= {"when": made.when, "page": made.store.page, "positions": made.store.positions}
+        out |= _defaults(codecs.build(made.store.k, "k")) | dict(made.store.k.options)
+    if made.choice is not None:
+        out |= {"keep": made.keep}
+        out |= {k: getattr(made.choice, k) for k in ("slots", "sinks", "count")}
+        for build, spec in (
+            (scorers.build, made.choice.scorer),
+            (budgets.build, made.choice.budget),
+        ):
+            out |= _defaults(build(spec)) | dict(spec.options)
+    return out
+
+
+def resolve(made: CacheRecipe, max_length: int) -> CacheRecipe:
+    """The recipe with a window of REST made a number, for texts of up to max_length tokens."""
+    if made.window != REST or made.choice is None:
+        return made
+    entries = made.choice.slots or round(made.keep * max_length)
+    window = entries - made.choice.sinks
+    if window < 1:
+        raise InputError(
+            f"{made.name}: keep leaves {entries} of {max_length} entries and {made.choice.sinks} are "
+            "sinks; raise keep"
+        )
+    return replace(made, window=window, choice=replace(made.choice, slots=entries))
+
+
+def _defaults(method) -> dict[str, object]:
+    fixed = ("side", "group", "rope")
+    return {
+        f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.name not in fixed
+    }
+
+
+def _with_codec(made, codec):
+    k, v = (codec, codec) if isinstance(codec, (str, Spec)) else codec
+    k, v = (Spec(x) if isinstance(x, str) else x for x in (k, v))
+    codecs.build(k, "k"), codecs.build(v, "v")
+    return replace(made, store=replace(made.store or Store(), k=k, v=v))
+
+
+def _with(made, option, value):
+    known = options_of(made)
+    if option not in known:
+        if option == "keep" and made.choice is None:
+            raise InputError(f"{made.name} keeps every token: it has no option 'keep'")
+        raise unknown(f"option of {made.name}", option, known)
+    if option in ("keep", "when", "window", "stride", "lookahead", "chunk"):
+        return replace(made, **{option: value})
+    if option in ("page", "positions"):
+        return replace(made, store=replace(made.store, **{option: value}))
+    choice = made.choice
+    if choice is not None and option in ("slots", "sinks", "count"):
+        return replace(made, choice=replace(choice, **{option: value}))
+    if choice is not None:
+        for name, build in (("scorer", scorers.build), ("budget", budgets.build)):
+            spec = getattr(choice, name)
+            if option in _defaults(build(spec)):
+                return replace(
+                    made, choice=replace(choice, **{name: _spec_with(spec, option, value)})
+                )
+    k, v = (_spec_with(spec, option, value) for spec in (made.store.k, made.store.v))
+    return replace(made, store=replace(made.store, k=k, v=v))
+
+
+def _spec_with(spec, option, value) -> Spec:
+    return Spec(spec.name, tuple(sorted((dict(spec.options) | {option: value}).items())))
+
+
+def _valid(made: CacheRecipe) -> CacheRecipe:
+    """Checks the ranges of numbers and the names of switches."""
+
+    def whole(name, value, least):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InputError(
+                f"{made.name}: {name} must be a whole number from {least}, got {value!r}"
+            )
+
+    if not isinstance(made.keep, (int, float)) or not 0 < made.keep <= 1:
+        raise InputError(
+            f"{made.name}: keep is a fraction above 0 and at most 1, got {made.keep!r}"
+        )
+    if made.when not in ("after", "during"):
+        raise unknown("value of when", made.when, ("after", "during"))
+    whole("window", made.window, REST if made.window == REST else 0)
+    for name, least in (("stride", 1), ("lookahead", 0), ("chunk", 1)):
+        whole(name, getattr(made, name), least)
+    if made.store is not None:
+        whole("page", made.store.page, 1)
+        if made.store.positions not in POLICIES[:3]:
+            raise unknown("value of positions", made.store.positions, POLICIES[:3])
+    if made.choice is not None:
+        whole("sinks", made.choice.sinks, 0)
+        if made.choice.slots is not None:
+            whole("slots", made.choice.slots, 1)
+        if made.choice.count not in ("exact", "paper"):
+            raise unknown("value of count", made.choice.count, ("exact", "paper"))
+    return made

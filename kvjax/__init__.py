@@ -3,13 +3,15 @@
 from kvjax.api import Model, condense, extend, fork, load, prefill, truncate
 from kvjax.cache.cache import NAN, OVERFLOW, UNDERFLOW, Cache, Tokens, nbytes
 from kvjax.cache.init import abstract_cache, init_cache
-from kvjax.cache.ops import absorb_long, append, compress, insert, reset, select
+from kvjax.cache.ops import absorb_long, append, compress, insert, reset, select, split_floats
 from kvjax.cache.recipes import recipe, recipes
+from kvjax.checkpoint import load_cache, save_cache
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.decode import decode, step
 from kvjax.errors import InputError
 from kvjax.generate import Generation, generate
 from kvjax.model import look
+from kvjax.reuse import edit, join
 from kvjax.sharding import RULES, Rules, cache_specs
 
 __version__ = "0.1.0"
@@ -24,6 +26,7 @@ __all__ = [
     "compress",
     "condense",
     "decode",
+    "edit",
     "extend",
     "fork",
     "generate",
@@ -32,6 +35,8 @@ __all__ = [
     "InputError",
     "insert",
     "load",
+    "load_cache",
+    "join",
     "look",
     "Model",
     "ModelConfig",
@@ -44,7 +49,9 @@ __all__ = [
     "reset",
     "Rules",
     "RULES",
+    "save_cache",
     "select",
+    "split_floats",
     "step",
     "Tokens",
     "truncate",

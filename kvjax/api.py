@@ -12,6 +12,7 @@ from kvjax.cache import cache as c
 from kvjax.cache import init, ops
 from kvjax.cache.cache import Cache
 from kvjax.cache.condense import compact
+from kvjax.cache.evidence import OBSERVERS
 from kvjax.cache.recipes import resolve
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.errors import InputError
@@ -60,13 +61,13 @@ def load(
 
 
 def prefill(
-    model: Model, tokens, recipe: CacheRecipe | None = None, *, max_length: int, lengths=None, mask=None,
-    question=None, chunk: int | None = None, logits: str = "last",
+    model: Model, tokens, recipe: CacheRecipe | None = None, *, max_length: int, lengths=None,
+    mask=None, question=None, chunk: int | None = None, logits: str = "last",
 ):  # fmt: skip
     """Reads prompts into a new cache: `(logits, cache)`.
 
-    tokens [b, t] ids, right padded with `lengths` [b], or padded anywhere with `mask` [b, t]. Fed in
-    chunks (default recipe.chunk), the last one padded: one compilation whatever the prompt. A recipe
+    tokens [b, t] ids, right padded with `lengths` [b], or padded anywhere with `mask` [b, t]. Fed
+    in chunks (default recipe.chunk), the last one padded: one compilation for all prompts. A recipe
     with when="after" reads exactly, then condenses; `question` [b, q] ids are then what its scorer
     looks from (query-aware). logits: "last" [b w] at each row's last token, "all" [b t w], "none".
     """
@@ -88,7 +89,10 @@ def prefill(
 
 
 def extend(model: Model, tokens, cache: Cache, *, lengths=None, logits: str = "last"):
-    """Reads more tokens [b, t] into a cache, which is consumed (fork it to keep it): `(logits, cache)`."""
+    """Reads more tokens [b, t] into a cache: `(logits, cache)`.
+
+    The cache given is consumed: fork it first to keep it.
+    """
     tokens, lengths = _rows(tokens, lengths, None)
     if len(tokens) != cache.batch:
         raise InputError(f"the cache holds {cache.batch} rows and tokens have {len(tokens)}")
@@ -134,13 +138,15 @@ def condense(
     later = cache.max_length - int(lengths.min())
     sizes = init.Sizes(init.bucket(int(lengths.max())), init.bucket(max(later, 1)))
     with _mesh(model):
-        made = compact(cache, evidence, jnp.asarray(counts), model.config, recipe, sizes)
+        made = compact(cache, evidence, jnp.asarray(counts), model.config, recipe, sizes,
+                       tables_of(model, recipe))  # fmt: skip
     return _checked(_placed(model, made))
 
 
 def _evidence(model, cache, recipe, counts, tokens, question):
-    """Attention mass on the tails' slots, from the question or from the last window of the prompt."""
+    """What the scorer's observer sees, from the question or from the last window of the prompt."""
     lengths = np.asarray(cache.seen)
+    watch = OBSERVERS[scorers.build(recipe.choice.scorer).observe]()
     if question is not None:
         asked, count = _rows(question, None, None)
         if len(asked) != len(lengths):
@@ -163,12 +169,15 @@ def _evidence(model, cache, recipe, counts, tokens, question):
         asked = np.take_along_axis(tokens, at, axis=1)
         cache = cache.replace(seen=cache.seen - count, clock=cache.clock - count)
     with _mesh(model):
-        return _look_mass(model.params, model.config, cache, jnp.asarray(asked), jnp.asarray(count))
+        return _observe(
+            model.params, model.config, cache, jnp.asarray(asked), jnp.asarray(count), watch
+        )
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _look_mass(params, config, cache, tokens, count):
-    return observe(params, config, cache, tokens, count=count, logits="none", mass=True)[1].evidence
+def _observe(params, config, cache, tokens, count, watch):
+    _, new = observe(params, config, cache, tokens, watch, count=count, logits="none")
+    return new.evidence
 
 
 @functools.partial(jax.jit, static_argnames=("config", "logits"), donate_argnames="cache")
@@ -188,7 +197,15 @@ def _feed(model, cache, tokens, lengths, width, logits):
         piece = np.pad(piece, ((0, 0), (0, width - short)))
         count = np.clip(lengths - first, 0, short).astype(np.int32)
         with _mesh(model):
-            out, cache = _read(model.params, model.config, cache, piece, count, logits)
+            out, cache = _read(
+                model.params,
+                model.config,
+                cache,
+                piece,
+                count,
+                logits,
+                tables_of(model, cache.recipe),
+            )
         if logits == "all":
             parts.append(out[:, :short])
         elif logits == "last":
@@ -203,7 +220,7 @@ def _rows(tokens, lengths, mask):
     tokens = np.asarray(tokens)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise InputError(
-            f"tokens must be whole numbers of shape [batch, length], got {tokens.dtype} {tokens.shape}"
+            f"tokens must be whole numbers [batch, length], got {tokens.dtype} {tokens.shape}"
         )
     b, t = tokens.shape
     if mask is not None:
@@ -232,15 +249,22 @@ def _fits(config, tokens, lengths, max_length):
     _fits_context(config, longest)
     if tokens.min() < 0 or tokens.max() >= config.vocab:
         raise InputError(
-            f"token ids go from {tokens.min()} to {tokens.max()} and the vocabulary has {config.vocab}"
+            f"token ids go from {tokens.min()} to {tokens.max()} and the vocabulary has "
+            f"{config.vocab}"
         )
 
 
 def _fits_context(config, length):
     if length > config.context:
         raise InputError(
-            f"{length} tokens are more than the model's context of {config.context}; shorten the text"
+            f"{length} tokens are more than the model's context of {config.context}; shorten the "
+            "text"
         )
+
+
+def tables_of(model: Model, recipe: CacheRecipe):
+    """The tables that a recipe's methods read, or None."""
+    return model.tables.get(recipe.name)
 
 
 def _mesh(model):
@@ -281,6 +305,6 @@ def fork(cache: Cache) -> Cache:
 
 
 def truncate(cache: Cache, length) -> Cache:
-    """`ops.truncate` that raises where a row cannot forget exactly. Pure under jit, where it flags."""
+    """`ops.truncate` that raises where a row cannot forget exactly; under jit it flags instead."""
     made = ops.truncate(cache, length)
     return made if isinstance(made.flags, jax.core.Tracer) else _checked(made)

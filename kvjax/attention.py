@@ -57,8 +57,9 @@ def attend_rows(
 
     bias is added to the logits of a slot. No array of size t x s is formed beyond one block.
     """
-    return attend_blocks(query, lambda start, size: _cut((k, v), start, size), k.shape[2], pos, bias,
-                         kv_heads=k.shape[1], value_dim=v.shape[3], block=block)  # fmt: skip
+    read = lambda start, size: _cut((k, v), start, size)  # noqa: E731
+    sizes = dict(kv_heads=k.shape[1], value_dim=v.shape[3], block=block)
+    return attend_blocks(query, read, k.shape[2], pos, bias, **sizes)
 
 
 def attend_blocks(query, read, slots, pos, bias=None, *, kv_heads, value_dim, block=BLOCK,
@@ -123,11 +124,17 @@ def _cut(leaves, start, size):
 
 
 def _scores(q, k, see, bias, group):
-    """Float32 logits [b n (g t) s] and the mask [b n|1 (g t) s]; logits unseen are EMPTY."""
+    """Float32 logits [b n (g t) s] and the mask [b n|1 (g t) s]; logits unseen are EMPTY.
+
+    A bias of EMPTY or less hides its slot: additive masks, and sums of them that overflow to -inf,
+    act as masks.
+    """
     s = jnp.einsum("bnqd,bnsd->bnqs", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
     if bias is not None:
         s = s + bias[:, :, None, :].astype(jnp.float32)
     see = jnp.tile(see, (1, 1, group, 1)) if group > 1 else see
+    if bias is not None:
+        see = see & (bias > EMPTY)[:, :, None, :]
     return jnp.where(see, s, EMPTY), see
 
 
@@ -194,5 +201,5 @@ def mass(
     sums, tops = (rearrange(x, "c b h s -> b h (c s)") for x in (sums, tops))
     if slots % size:
         last = part(full * size, slots % size)
-        sums, tops = (jnp.concatenate(p, axis=2) for p in zip((sums, tops), last))
+        sums, tops = (jnp.concatenate(p, axis=2) for p in zip((sums, tops), last, strict=True))
     return sums, tops

@@ -1,7 +1,8 @@
 """How many entries each head gets: uniform, or pooled over the heads of a layer.
 
-A budget maps scores `[b n s]`, who competes `valid [b n s]`, and `count [b]` entries per head to the
-mask of what is kept, with `count[b]` entries per head (uniform) or `n * count[b]` in all (pooled).
+A budget maps scores `[b n s]`, who competes `valid [b n s]`, and `count [b]` entries per head to
+the mask of what is kept, with `count[b]` entries per head (uniform) or `n * count[b]` in all
+(pooled).
 """
 
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ class Uniform:
 class Pooled:
     """One pool per layer: the best of all heads together, with a floor for each head.
 
-    Each head keeps its best `floor(alpha * count)`; the rest goes to the highest scores of any head.
+    Each head keeps its best `floor(alpha * count)`; the rest goes to the highest scores of all.
     (The authors instead shrink each head's pooled count by 1 - alpha; kvpress floors as here.)
     Source: Feng et al. 2024, arXiv:2407.11550 (Ada-KV), algorithm 1.
     """

@@ -130,6 +130,7 @@ class CacheRecipe:
     chunk: int = 512  # tokens a step of prefill; part of the result when="during"
     store: Store | None = None  # None: the exact cache, a tail and nothing else
     choice: Choice | None = None  # None: every token is kept
+    fold: Spec | None = None  # features of a state that takes what eviction drops; None forgets
 
 
 def to_json(config) -> str:
@@ -138,7 +139,7 @@ def to_json(config) -> str:
 
 
 def from_json(kind, text: str):
-    """The config of type `kind` written by `to_json`; unknown or missing fields raise ValueError."""
+    """The config of type `kind` that `to_json` wrote; unknown or missing fields are errors."""
     return _build(kind, json.loads(text), kind.__name__)
 
 

@@ -38,9 +38,9 @@ def decode(
 ) -> tuple[Int[Array, "b steps"], Cache]:
     """Generates `steps` tokens a row: `(tokens [b steps], cache)`.
 
-    tokens are the last ones, not yet in the cache; the last one generated is not in it either. A row
-    that has given a token of `stop` gives -1 from then on and remembers nothing more. Deterministic
-    in `key`; temperature 0 is greedy.
+    tokens are the last ones, not yet in the cache; the last one generated is not in it either. A
+    row that has given a token of `stop` gives -1 from then on and remembers nothing more.
+    Deterministic in `key`; temperature 0 is greedy.
     """
     out, _, cache = generate_some(
         params, config, cache, tokens, key, steps=steps, tables=tables,
@@ -55,8 +55,8 @@ def generate_some(
 ):  # fmt: skip
     """`decode` that can be taken up again: `(tokens [b steps], last [b], cache)`.
 
-    first: steps done before (for the keys); done [b]: rows that have ended; limit: steps after which
-    all rows end (traced). Two nested scans: the outer carries the bodies and compresses every
+    first: steps done before (for the keys); done [b]: rows that have ended; limit: steps after
+    which all rows end (traced). Two nested scans: the outer carries the bodies and compresses every
     `recipe.stride` tokens, the inner carries only the tails.
     """
     cache = compress(cache, tables=tables)
@@ -105,7 +105,7 @@ def _bodies(cache):
 
 
 def _join(light, heavy):
-    groups = tuple(g.replace(bodies=b) for g, b in zip(light.groups, heavy))
+    groups = tuple(g.replace(bodies=b) for g, b in zip(light.groups, heavy, strict=True))
     return light.replace(groups=groups)
 
 

@@ -14,6 +14,8 @@ import kvjax
 from kvjax import compare
 from kvjax.data import moby_dick
 
+ANSWER_TOKENS = 8  # enough for the longest answer; a power of two, which `generate` runs whole
+
 
 @dataclass(frozen=True)
 class Question:
@@ -26,13 +28,13 @@ class Question:
 
 # Facts that no model can know, put before these paragraphs of the chapter.
 PLANTED = {
-    2: "The secret number for Lisbon is 48213.",
-    5: "The lighthouse keeper was called Ambrose Tull.",
+    2: "The secret number for the city of Lisbon is 48213.",
+    5: "The keeper of the old lighthouse was called Ambrose Tull.",
     12: "The key of the chapel was hidden in the green teapot.",
 }
 QUESTIONS = (
-    Question("The secret number for Lisbon is", " 48213", True),
-    Question("The lighthouse keeper was called", " Ambrose Tull", True),
+    Question("The secret number for the city of Lisbon is", " 48213", True),
+    Question("The keeper of the old lighthouse was called", " Ambrose Tull", True),
     Question("The key of the chapel was hidden in the", " green teapot", True),
     Question("The landlord of the Spouter-Inn was called Peter", " Coffin", False),
     Question("The inn kept by Hosea Hussey was called the", " Try Pots", False),
@@ -64,7 +66,7 @@ def ask(model, cache, question: Question) -> dict:
     encode = model.tokenizer.encode
     prompt = encode("\n\n" + question.text, add_bos=False)
     right = encode(question.answer, add_bos=False)
-    text = compare.answer(model, cache, prompt, compare.TIMED).text
+    text = compare.answer(model, cache, prompt, ANSWER_TOKENS, stop=()).text
     said = text.strip().split("\n")[0]
     return {
         "question": question.text,
@@ -93,32 +95,36 @@ def run(model, chosen, tick, questions=QUESTIONS) -> dict:
         row |= {"build_s": time.perf_counter() - started}
         row |= dataclasses.asdict(compare.held(model.config, cache, max_length))
         row["answers"] = [ask(model, cache, question) for question in questions]
-        row["ms_per_token"] = compare.ms_per_token(model, cache)
+        last = model.tokenizer.encode("\n\n" + questions[-1].text, add_bos=False)
+        row["ms_per_token"] = compare.ms_per_token(model, cache, last, ANSWER_TOKENS)
         report["rows"].append(row)
     return report
 
 
 def show(report: dict, console: Console) -> None:
-    """Two tables: what each cache holds and costs, and what it answers."""
-    rows, first = report["rows"], report["rows"][0]
-    cost = Table(title=f"The caches of {report['tokens']} tokens", title_justify="left")
+    """What each cache holds and costs, then what it answers, a table for each question."""
+    rows = report["rows"]
+    exact = rows[0]["bytes"]
+    cost = Table(title=f"The caches of {report['tokens']:,} tokens", title_justify="left")
     cost.add_column("recipe", no_wrap=True)
-    for name in ("tokens kept", "bytes", "of exact bf16", "right", "ms/token"):
+    for name in ("tokens", "bytes", "of exact", "of bf16", "right", "ms/token"):
         cost.add_column(name, justify="right")
     for row in rows:
         right = sum(a["right"] for a in row["answers"])
         cost.add_row(
-            row["recipe"], f"{row['tokens']:,.0f}", f"{row['bytes']:,}", f"{row['share']:.0%}",
+            row["recipe"], f"{row['tokens']:,.0f}", f"{row['bytes']:,}",
+            f"{row['bytes'] / exact:.0%}", f"{row['share']:.0%}",
             f"{right}/{len(row['answers'])}", f"{row['ms_per_token']:.1f}",
         )  # fmt: skip
     console.print(cost)
-    for i, asked in enumerate(first["answers"]):
+    for i, asked in enumerate(rows[0]["answers"]):
         kind = "planted" if asked["planted"] else "found"
-        table = Table(title=f"{i + 1}. {asked['question']} ... ({kind})", title_justify="left")
-        table.add_column("recipe", no_wrap=True)
-        table.add_column("answer", no_wrap=True, overflow="ellipsis", ratio=1)
-        table.add_column("", no_wrap=True)
-        table.add_column(f"log p of {asked['expected']!r}", justify="right", no_wrap=True)
+        title = f"{i + 1}. {asked['question']} ... [bold]{asked['expected']}[/] ({kind})"
+        table = Table(title=title, title_justify="left", title_style="")
+        table.add_column("recipe", min_width=max(len(row["recipe"]) for row in rows))
+        table.add_column("answer", no_wrap=True, width=36, overflow="ellipsis")
+        table.add_column("", min_width=5)
+        table.add_column("log p", justify="right", min_width=6)
         for row in rows:
             answer = row["answers"][i]
             mark = "[green]right[/]" if answer["right"] else "[red]wrong[/]"

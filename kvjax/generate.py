@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.api import Model, _checked, _mesh, _rows, extend, prefill
+from kvjax.api import Model, _checked, _mesh, _rows, extend, prefill, tables_of
 from kvjax.cache.cache import Cache, nbytes
 from kvjax.cache.recipes import resolve
 from kvjax.config import CacheRecipe
@@ -47,8 +47,8 @@ def generate(
     """Continues a prompt: a string, strings, ids, or rows of ids of any lengths.
 
     With `cache` (consumed: fork it to keep it) the prompt follows what that holds, under its own
-    recipe. stop: token ids that end a row; default those of the tokenizer, () for none. on_token(row,
-    id) is called for each token, in runs of up to 16. Equal seeds give equal tokens.
+    recipe. stop: token ids that end a row; default those of the tokenizer, () for none.
+    on_token(row, id) is called for each token, in runs of up to 16. Equal seeds give equal tokens.
     """
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -155,16 +155,22 @@ def _loop(model, cache, first, key, count, temperature, top_p, stop, on_token):
             return rows, cache
         run = min(RUN, 1 << (count - 1).bit_length())
         with _mesh(model):
-            out, last, cache = _run(model.params, model.config, cache, last, key, jnp.int32(made),
-                                    jnp.asarray(done), jnp.int32(left), run, temperature, top_p, stop)  # fmt: skip
+            out, last, cache = _run(
+                model.params, model.config, cache, last, key, jnp.int32(made), jnp.asarray(done),
+                jnp.int32(left), tables_of(model, cache.recipe), run, temperature, top_p, stop,
+            )  # fmt: skip
         fresh = np.asarray(out)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps", "temperature", "top_p", "stop"),
                    donate_argnames="cache")  # fmt: skip
-def _run(params, config, cache, last, key, first, done, limit, steps, temperature, top_p, stop):
-    return generate_some(params, config, cache, last, key, steps=steps, first=first, done=done, limit=limit,
-                         temperature=temperature, top_p=top_p, stop=stop)  # fmt: skip
+def _run(
+    params, config, cache, last, key, first, done, limit, tables, steps, temperature, top_p, stop
+):
+    return generate_some(
+        params, config, cache, last, key, steps=steps, first=first, done=done, limit=limit,
+        tables=tables, temperature=temperature, top_p=top_p, stop=stop,
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "top_p"))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from kvjax.attention import Query, attend_rows
 from kvjax.cache.cache import Cache, Tokens, attend, merge_all, places, raw_keys
+from kvjax.cache.evidence import Looked
 from kvjax.config import ModelConfig
 from kvjax.layers import angles, mlp, rms_norm, rotate
 from kvjax.params import Params
@@ -29,11 +30,11 @@ def look(
     them alone: training. logits: "all" [b t w], "last" [b w] (each row's last real token), "hidden"
     [b t m] (after the last norm), or "none". `new` is what `append` and `absorb_long` take.
     """
-    return observe(params, config, cache, tokens, count=count, tables=tables, logits=logits)
+    return observe(params, config, cache, tokens, None, count=count, tables=tables, logits=logits)
 
 
-def observe(params, config, cache, tokens, *, count=None, tables=None, logits="all", mass=False):
-    """`look`, which also gathers the attention mass on the tail's slots where `mass` is set."""
+def observe(params, config, cache, tokens, observer, *, count=None, tables=None, logits="all"):
+    """`look` with an observer (cache/evidence.py) along: its evidence comes with the new tokens."""
     if logits not in LOGITS:
         raise ValueError(f"{logits=} must be one of {LOGITS}")
     b, t = tokens.shape[:2]
@@ -46,11 +47,13 @@ def observe(params, config, cache, tokens, *, count=None, tables=None, logits="a
     pos = jnp.where(real, start + step, -1)
     new, evidence = [], []
     for group in _groups(config, cache):
-        x, (k, v), seen = _run(params, config, cache, group, x, pos, clock + step, mass)
+        x, (k, v), seen = _run(params, config, cache, group, x, pos, clock + step, tables, observer)
         new.append((k, v))
         evidence.append(seen)
-    k, v = (jnp.concatenate(z) if len(new) > 1 else z[0] for z in zip(*new))
-    return _finish(params, config, x, count, logits), Tokens(k, v, tuple(evidence) if mass else ())
+    k, v = (jnp.concatenate(z) if len(new) > 1 else z[0] for z in zip(*new, strict=True))
+    return _finish(params, config, x, count, logits), Tokens(
+        k, v, tuple(evidence) if observer else ()
+    )
 
 
 def _groups(config, cache):
@@ -70,38 +73,40 @@ def _embed(params, config, tokens):
     return x
 
 
-def _run(params, config, cache, group, x, pos, rotary, mass):
+def _run(params, config, cache, group, x, pos, rotary, tables, observer):
     """Scans layers start to stop. The scan reads weights and cache and writes neither."""
     start, stop, memory = group
     kind = config.kinds[config.pattern[start]]
     turn = angles(kind.rope, config.head_dim, rotary[:, :, None])  # [b t 1 d/2]
     at = None if memory is None else places(cache, memory)
     recipe = None if cache is None else cache.recipe
+    tables = jax.tree.map(lambda x: x[start:stop], tables)
 
     def layer(x, inputs):
-        block, mine = inputs
-        return _layer(config, kind, block, x, pos, turn, mine, at, recipe, mass)
+        block, *mine = inputs
+        return _layer(config, kind, block, x, pos, turn, at, recipe, mine, observer)
 
     if (start, stop) == (0, config.layers) or cache is None:
         blocks = jax.tree.map(
             lambda w: w[start:stop] if w.shape[0] != stop - start else w, params.blocks
         )
-        x, (k, v, seen) = jax.lax.scan(layer, x, (blocks, memory))
+        x, (k, v, seen) = jax.lax.scan(layer, x, (blocks, memory, tables))
     else:  # a stretch of the stack, read in place: a static slice would copy its weights
 
         def indexed(x, inputs):
-            i, mine = inputs
+            i, *mine = inputs
             block = jax.tree.map(
                 lambda w: jax.lax.dynamic_index_in_dim(w, i, 0, keepdims=False), params.blocks
             )
-            return layer(x, (block, mine))
+            return layer(x, (block, *mine))
 
-        x, (k, v, seen) = jax.lax.scan(indexed, x, (jnp.arange(start, stop), memory))
+        x, (k, v, seen) = jax.lax.scan(indexed, x, (jnp.arange(start, stop), memory, tables))
     return x, (k, v), seen
 
 
-def _layer(config, kind, w, x, pos, turn, memory, at, recipe, mass):
+def _layer(config, kind, w, x, pos, turn, at, recipe, mine, observer):
     style, eps = config.style, config.eps
+    memory, tables = mine
     y = rms_norm(x, w.attn_norm, eps, style)
     q, k, v = (_project(y, m, b) for m, b in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias)))
     if style.qk_norm:
@@ -111,12 +116,15 @@ def _layer(config, kind, w, x, pos, turn, memory, at, recipe, mass):
     if recipe is None or not raw_keys(recipe):
         stored = k
     query = Query(q, pos, config.scale, kind.window)
-    out = attend_rows(query, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), pos)
+    k, v_ = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    out = attend_rows(query, k, v_, pos)
     seen = ()
     if memory is not None:
-        pieces, evidence = attend(memory, query, at, recipe, kind.rope, mass)
+        pieces, read = attend(memory, query, at, recipe, kind.rope, tables)
         out = merge_all([out, *pieces])
-        seen = evidence(out[1])
+        if observer is not None:
+            tail = read(0, memory.tail.capacity)[0]
+            seen = observer(Looked(query, tail, at.pos, k, out[1], y))
     y = jnp.einsum("bthe,mhe->btm", out[0].astype(x.dtype), w.o)
     if style.post_norms:
         y = rms_norm(y, w.post_attn_norm, eps, style)

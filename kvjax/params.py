@@ -48,19 +48,22 @@ def abstract_params(config: ModelConfig, dtype=None) -> Params:
     def a(*shape):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    l, m, h, n, d, f = c.layers, c.width, c.heads, c.kv_heads, c.head_dim, c.mlp
-    bias = dict(q_bias=a(l, h, d), k_bias=a(l, n, d), v_bias=a(l, n, d)) if s.qkv_bias else {}
-    norm = dict(q_norm=a(l, d), k_norm=a(l, d)) if s.qk_norm else {}
-    post = dict(post_attn_norm=a(l, m), post_mlp_norm=a(l, m)) if s.post_norms else {}
+    def b(*shape):
+        return a(c.layers, *shape)
+
+    m, h, n, d, f = c.width, c.heads, c.kv_heads, c.head_dim, c.mlp
+    bias = dict(q_bias=b(h, d), k_bias=b(n, d), v_bias=b(n, d)) if s.qkv_bias else {}
+    norm = dict(q_norm=b(d), k_norm=b(d)) if s.qk_norm else {}
+    post = dict(post_attn_norm=b(m), post_mlp_norm=b(m)) if s.post_norms else {}
     blocks = Block(
-        attn_norm=a(l, m), q=a(l, h, d, m), k=a(l, n, d, m), v=a(l, n, d, m), o=a(l, m, h, d),
-        mlp_norm=a(l, m), gate=a(l, f, m), up=a(l, f, m), down=a(l, m, f), **bias, **norm, **post,
+        attn_norm=b(m), q=b(h, d, m), k=b(n, d, m), v=b(n, d, m), o=b(m, h, d),
+        mlp_norm=b(m), gate=b(f, m), up=b(f, m), down=b(m, f), **bias, **norm, **post,
     )  # fmt: skip
     return Params(a(c.vocab, m), blocks, a(m), None if s.tied else a(c.vocab, m))
 
 
 def init_params(config: ModelConfig, key, dtype=None, std: float = 0.02) -> Params:
-    """Random weights: normal with deviation `std`; norms at one (zero where they are 1 + weight)."""
+    """Random weights: normal with deviation `std`; norms at one (zero if they are 1 + weight)."""
     tree = abstract_params(config, dtype)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     keys = jax.random.split(key, len(leaves))
@@ -71,4 +74,6 @@ def init_params(config: ModelConfig, key, dtype=None, std: float = 0.02) -> Para
             return jnp.full(leaf.shape, ones, leaf.dtype)
         return std * jax.random.normal(k, leaf.shape, leaf.dtype)
 
-    return jax.tree.unflatten(treedef, [make(p, x, k) for (p, x), k in zip(leaves, keys)])
+    return jax.tree.unflatten(
+        treedef, [make(p, x, k) for (p, x), k in zip(leaves, keys, strict=True)]
+    )

@@ -46,17 +46,25 @@ AXES = {  # logical axes of each weight
 
 def _spec(shape, logical, mesh, rules) -> P:
     out = []
-    for size, name in zip(shape, logical):
+    for size, name in zip(shape, logical, strict=True):
         axis = getattr(rules, name) if name else None
         width = dict(mesh.shape).get(axis, 1) if axis else 1
-        if axis and size % width and name in ("rows", "kv_heads"):
-            warnings.warn(f"{size} kv heads do not divide mesh axis {axis!r} of {width}: replicated",
-                          stacklevel=4)  # fmt: skip
         out.append(axis if axis and width > 1 and size % width == 0 else None)
     used = [a for a in out if a]
     if len(used) != len(set(used)):
         raise ValueError(f"{logical} puts two axes of one array on the mesh axes {used}")
     return P(*out)
+
+
+def _warn(sizes, axis, mesh):
+    """One warning for all leaves whose kv heads (or budget rows) a mesh axis does not divide."""
+    width = dict(mesh.shape).get(axis, 1) if axis else 1
+    odd = sorted({size for size in sizes if size % width})
+    if odd:
+        warnings.warn(
+            f"kv heads or budget rows of {', '.join(map(str, odd))} do not divide the mesh axis "
+            f"{axis!r} of {width}: those leaves are replicated over it", stacklevel=3,
+        )  # fmt: skip
 
 
 def param_specs(params, mesh, rules: Rules = RULES):
@@ -70,8 +78,15 @@ def param_specs(params, mesh, rules: Rules = RULES):
 
 
 def cache_specs(cache, mesh, rules: Rules = RULES):
-    """PartitionSpecs of a cache, an abstract one too: batch and rows are sharded."""
+    """PartitionSpecs of a cache, an abstract one too: batch and rows (of kv heads) are sharded.
 
+    Warns once where the mesh does not divide the kv heads, which are then replicated.
+    """
+    _warn([x.shape[2] for x in jax.tree.leaves(cache) if x.ndim > 2], rules.rows, mesh)
+    return _cache_specs(cache, mesh, rules)
+
+
+def _cache_specs(cache, mesh, rules):
     def of(leaf):
         axes = {1: ("batch",), 2: (None, "batch")}.get(leaf.ndim, (None, "batch", "rows"))
         return _spec(leaf.shape, axes + (None,) * (leaf.ndim - len(axes)), mesh, rules)
@@ -84,22 +99,20 @@ def place(tree, specs, mesh):
     return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
 
 
-def local(fn, cache, new, count):
-    """Runs `fn(cache, new, count)`, which treats rows and kv heads independently, on each shard.
+def local(fn, cache, new, count, tables=None):
+    """Runs `fn(cache, new, count, tables)`, which treats rows and kv heads apart, on each shard.
 
-    Without a mesh it is a call; with one, the loops over rows stay inside a device and no cache leaf
-    is gathered.
+    Without a mesh, or inside a caller's own shard_map, it is a call; with a mesh, the loops over
+    rows stay inside a device and no cache leaf is gathered.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return fn(cache, new, count)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # placing the cache has already warned
-        specs = cache_specs(cache, mesh)
+    if mesh.empty or mesh.size == 1 or mesh.manual_axes:
+        return fn(cache, new, count, tables)
+    specs = _cache_specs(cache, mesh, RULES)  # placing the cache has already warned
     row = specs.seen
     heads = specs.groups[0].tail.k[2] if specs.groups else None
     like = P(None, row[0], None, heads)
     new_specs = jax.tree.map(lambda x: like, new)
-    return jax.shard_map(fn, in_specs=(specs, new_specs, row), out_specs=specs, check_vma=False)(
-        cache, new, count
-    )
+    return jax.shard_map(
+        fn, in_specs=(specs, new_specs, row, P()), out_specs=specs, check_vma=False
+    )(cache, new, count, tables)

@@ -1,14 +1,17 @@
 """The command line: bad input is one sentence and exit code 2; --json is JSON."""
 
 import json
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import kvjax
 from kvjax import cli
 
+ROOT = Path(__file__).parents[1]
 TEXT = "The lighthouse keeper was called Ambrose Tull. He had never been to Lisbon.\n" * 8
 
 
@@ -65,8 +68,6 @@ BAD = [
 @pytest.mark.parametrize("words, sentence", BAD, ids=[words or "(nothing)" for words, _ in BAD])
 def test_bad_input_is_one_sentence(words, sentence, book, monkeypatch, capsys):
     """Exit code 2, one line on stderr that says what is wrong, and nothing on stdout."""
-    import shlex
-
     monkeypatch.chdir(book)
     assert cli.main(shlex.split(words)) == 2
     said = capsys.readouterr()
@@ -77,11 +78,12 @@ def test_bad_input_is_one_sentence(words, sentence, book, monkeypatch, capsys):
 
 def test_the_process_exits_with_2(book):
     """What a shell sees: the exit code, and one line on stderr."""
-    words = [sys.executable, "-m", "kvjax.cli", "ask", "latin1.txt", "Who?"]
-    done = subprocess.run(words, cwd=book, capture_output=True, text=True)
+    file = book / "latin1.txt"
+    words = [sys.executable, "-m", "kvjax.cli", "ask", str(file), "Who?"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "kvjax: latin1.txt is not UTF-8 text: byte 15 is 0xe9; convert it to UTF-8"
+        f"kvjax: {file} is not UTF-8 text: byte 15 is 0xe9; convert it to UTF-8"
     ]
 
 
@@ -123,6 +125,7 @@ def test_ask_answers_in_json(book, capsys):
     assert 0 < report["tokens_kept"] < report["prompt_tokens"]
 
 
+@pytest.mark.full
 def test_compare_against_itself_is_zero(book, capsys):
     """The exact cache diverges from itself by rounding only; int8 agrees with it closely."""
     words = ["compare", str(book / "good.txt"), "Who is the lighthouse keeper?", "--json"]
@@ -133,7 +136,8 @@ def test_compare_against_itself_is_zero(book, capsys):
     # 255 levels a number: an error of 0.4% of the largest entry moves probabilities by less than
     # a percent, so the divergence is far below one hundredth.
     assert rows["int8"]["kl"] < 1e-2
-    assert rows["int8"]["bytes"] < rows["exact"]["bytes"] / 2
+    # (64 + 4) / 256 of the float32 cache for codes and scales, and room for the exact tail.
+    assert rows["int8"]["bytes"] < 0.6 * rows["exact"]["bytes"]
 
 
 @pytest.mark.full

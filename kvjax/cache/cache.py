@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from kvjax import codecs
-from kvjax.attention import Query, attend_blocks, mass, merge
-from kvjax.cache import positions, slots
+from kvjax.attention import Query, attend_blocks, merge
+from kvjax.cache import positions, slots, state
+from kvjax.cache.state import State
 from kvjax.codecs.raw import static
 from kvjax.config import CacheRecipe, Rope
 from kvjax.shapes import Array, Float, Int
@@ -21,7 +22,7 @@ class Tokens:
 
     k: Float[Array, "l b t n d"]  # after RoPE unless the recipe stores keys before it
     v: Float[Array, "l b t n e"]
-    evidence: tuple = ()  # for each layer group (sums, maxima) [l b h c] over its tail, if observed
+    evidence: tuple = ()  # what an observer saw, for each layer group, leaves [l b ...]
 
 
 @struct.dataclass
@@ -105,17 +106,11 @@ def places(cache: Cache, group: LayerCache) -> Places:
 
 
 def attend(
-    layer: LayerCache,
-    query: Query,
-    at: Places,
-    recipe: CacheRecipe,
-    rope: Rope,
-    observe: bool = False,
+    layer: LayerCache, query: Query, at: Places, recipe: CacheRecipe, rope: Rope, tables=None
 ):
-    """Attends to one layer's memory; returns pieces to merge, and a function for evidence.
+    """Attends to one layer's memory: the pieces to merge, and a function that reads the tail.
 
-    layer: leaves without their layer axis. The evidence function takes the total lse and gives the
-    mass (sums, maxima) [b h c] of the tail's slots, if observe.
+    layer and tables: leaves without their layer axis.
     """
     tail, turned = layer.tail, raw_keys(recipe)
     dtype = query.q.dtype
@@ -129,12 +124,12 @@ def attend(
     n, e = tail.k.shape[1], tail.v.shape[-1]
     pieces = [attend_blocks(query, read, tail.capacity, at.pos, kv_heads=n, value_dim=e)]
     for body in layer.bodies:
-        pieces.append(slots.attend(body, query, at.edge, recipe, rope))
+        if isinstance(body, State):
+            pieces.append(state.attend(body, query, recipe.fold, tables))
+        else:
+            pieces.append(slots.attend(body, query, at.edge, recipe, rope, tables))
 
-    def evidence(lse):
-        return mass(query, tail.k.astype(dtype), at.pos, lse) if observe else ()
-
-    return pieces, evidence
+    return pieces, read
 
 
 def merge_all(pieces):

@@ -12,19 +12,25 @@ from kvjax.cache.absorb import choose
 from kvjax.cache.cache import Cache, LayerCache, Tail
 from kvjax.cache.select import ids
 from kvjax.cache.slots import pack_pos
-from kvjax.cache.write import write_run
+from kvjax.cache.write import write_ring
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.scorers import Seen
 
 
 @functools.partial(jax.jit, static_argnames=("config", "recipe", "condensed"))
 def compact(
-    cache: Cache, evidence, counts, config: ModelConfig, recipe: CacheRecipe, condensed: init.Sizes
+    cache: Cache,
+    evidence,
+    counts,
+    config: ModelConfig,
+    recipe: CacheRecipe,
+    condensed: init.Sizes,
+    tables=None,
 ):
     """The cache that `recipe` makes of an exact one of the sizes `condensed`.
 
-    counts [b]: entries per kv head to keep, window included. evidence: per group, the attention mass
-    (sums, maxima) [l b h s] that the scorer asked for, or ().
+    counts [b]: entries per kv head to keep, window included. evidence: per group, what the scorer's
+    observer saw (leaves [l b ...]), or ().
     """
     seen = cache.seen
     window = jnp.minimum(recipe.window, counts)
@@ -34,52 +40,40 @@ def compact(
     edge, budget = seen - window, counts - window
     turned = recipe.store.positions == "rerot"
     groups = []
-    for group, mass in zip(cache.groups, evidence or [()] * len(cache.groups)):
-        if group.window is not None:
-            groups.append(_ring(group, cache, recipe))
-            continue
+    for group, seen_by in zip(cache.groups, evidence or [None] * len(cache.groups), strict=True):
         rope = config.kinds[config.pattern[group.start]].rope
+        if group.window is not None:  # its ring is small already; it follows the clock
+            k = group.tail.k
+            k = positions.move(k, (counts - seen)[None, :, None, None], rope) if turned else k
+            groups.append(group.replace(tail=group.tail.replace(k=k)))
+            continue
+        table = jax.tree.map(lambda x, g=group: x[g.start : g.stop], tables)
         shape = jax.eval_shape(
             lambda g=group: init.layers(config, recipe, cache.batch, cache.max_length, condensed,
                                          g.start, g.stop, config.kinds[config.pattern[g.start]])
         )  # fmt: skip
-        groups.append(_layers(group, mass, shape, seen, edge, budget, recipe, rope, turned))
+        groups.append(_layers(group, seen_by, table, shape, seen, edge, budget, recipe, rope))
     clock = cache.clock - (seen - counts) if turned else cache.clock
-    return cache.replace(
-        groups=tuple(groups), clock=clock, edge=edge, budget=budget, high=seen, recipe=recipe
-    )
+    return cache.replace(groups=tuple(groups), clock=clock, edge=edge, budget=budget, recipe=recipe)
 
 
-def _ring(group, cache, recipe):
-    """A sliding-window tail, copied into the capacity that the new recipe wants."""
-    old = group.tail.capacity
-    want = min(init.round_up(group.window + recipe.stride + recipe.lookahead, 8), cache.max_length)
-    if want == old:
-        return group
-    slot = jnp.arange(want, dtype=jnp.int32)
-    last = cache.seen[:, None] - 1
-    token = last - (last - slot) % want  # [b want]
-    at = (token % old)[None, :, None, :, None]
-    take = lambda x: jnp.take_along_axis(x, at, axis=3)  # noqa: E731
-    return group.replace(tail=Tail(take(group.tail.k), take(group.tail.v)))
-
-
-def _layers(group, mass, shape, seen, edge, budget, recipe, rope, turned) -> LayerCache:
-    pair = codecs.pair(recipe.store)
+def _layers(group, evidence, tables, shape, seen, edge, budget, recipe, rope) -> LayerCache:
+    rope = rope if recipe.store.positions == "rerot" else None
     slots = group.tail.capacity
 
     def one(x):
-        k, v, *m = x
+        k, v, mine, table = x
+        pair = codecs.pair(recipe.store, table)
         pos = jnp.arange(slots, dtype=jnp.int32)
         pos = jnp.where(pos < edge[:, None], pos, -1)  # [b s]: the window does not compete
         pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
         if recipe.choice is None:
             keep = pos >= 0
         else:
-            keep = choose(Seen(k, v, pos, seen, *m), budget, recipe)
-        return gather(keep, shape.bodies[0], k, v, pos, pair, rope if turned else None)
+            keep = choose(Seen(k, v, pos, seen, mine), budget, recipe, table)
+        return gather(keep, shape.bodies[0], k, v, pos, pair, rope and (rope, budget))
 
-    codes, pos, owner = jax.lax.map(one, (group.tail.k, group.tail.v, *mass))
+    codes, pos, owner = jax.lax.map(one, (group.tail.k, group.tail.v, evidence, tables))
     body = shape.bodies[0]
     base = jnp.zeros(body.base.shape, jnp.int32)
     made = body.replace(
@@ -87,12 +81,16 @@ def _layers(group, mass, shape, seen, edge, budget, recipe, rope, turned) -> Lay
         owner=None if body.owner is None else owner,
     )  # fmt: skip
     later = tuple(_empty_at(b, edge) for b in shape.bodies[1:])
-    tail = _tail(group.tail, shape.tail, seen, edge, budget, rope if turned else None)
+    tail = _tail(group.tail, shape.tail, seen, edge, budget, rope)
     return LayerCache(tail, (made, *later), group.start, group.stop)
 
 
-def gather(keep, body, k, v, pos, pair, rope):
-    """The kept entries of one layer (mask [b n s]) in the shape of `body`, ascending, encoded."""
+def gather(keep, body, k, v, pos, pair, turned):
+    """The kept entries of one layer (mask [b n s]) in the shape of `body`, ascending, encoded.
+
+    turned: None, or (rope, stop [b]): keys are rotated to the positions just below stop. Only
+    distances matter: a head of a pool that keeps more than stop entries begins below 0.
+    """
     b, n, _ = keep.shape
     if body.owner is None:
         pages = jax.tree.leaves(body.codes)[0].shape[3]
@@ -105,9 +103,10 @@ def gather(keep, body, k, v, pos, pair, rope):
     row = jnp.arange(b)[:, None, None, None]
     arrival = jnp.where(real, pos[row, head, at], -1)
     k, v = k[row, head, at], v[row, head, at]  # [b r p s d]
-    if rope is not None:
-        rank = jnp.cumsum(keep, axis=-1) - 1
-        k = positions.move(k, rank[row, head, at] - jnp.maximum(arrival, 0), rope)
+    if turned is not None:
+        rope, stop = turned
+        place = stop[:, None, None] + jnp.cumsum(keep, axis=-1) - 1 - keep.sum(-1, keepdims=True)
+        k = positions.move(k, place[row, head, at] - jnp.maximum(arrival, 0), rope)
     blank = real[..., None]
     codes = pair.encode(jnp.where(blank, k, 0), jnp.where(blank, v, 0), real)
     kind = jnp.int32 if body.pos is None else body.pos.dtype
@@ -116,7 +115,7 @@ def gather(keep, body, k, v, pos, pair, rope):
 
 
 def pool_pages(keep, body):
-    """Deals pages to heads by need: slot ids, which are real, owner of each page, head of each slot."""
+    """Deals pages to heads by need: slot ids, which are real, owner of a page, head of a slot."""
     b, n, slots = keep.shape
     pages, page = body.owner.shape[3], body.page
     count = keep.sum(axis=-1)  # [b n]
@@ -152,6 +151,4 @@ def _tail(old, shape, seen, edge, budget, rope) -> Tail:
         k = positions.move(k, (budget - edge)[None, :, None, None], rope)
     empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape)
     count = seen - edge
-    return Tail(
-        write_run(empty.k, k, edge, count, ring=True), write_run(empty.v, v, edge, count, ring=True)
-    )
+    return Tail(write_ring(empty.k, k, edge, count), write_ring(empty.v, v, edge, count))

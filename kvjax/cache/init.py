@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import budgets, codecs, scorers
+from kvjax.cache import state
 from kvjax.cache.cache import Cache, LayerCache, Tail
 from kvjax.cache.recipes import resolve
 from kvjax.cache.slots import Slots, pos_dtype
@@ -43,6 +44,22 @@ def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
             f"pages of {recipe.store.page} slots do not hold whole groups of {pair.group}; "
             f"use page={round_up(recipe.store.page, pair.group)}"
         )
+    if recipe.when == "after" and recipe.store.positions == "read":
+        raise InputError(
+            f"{recipe.name}: positions='read' needs keys stored before RoPE: use when='during'"
+        )
+    if recipe.when == "during" and recipe.store.positions == "rerot":
+        raise InputError(
+            f"{recipe.name}: positions='rerot' renumbers once, in condense: use when='after', or "
+            "positions='read'"
+        )
+    if recipe.fold is not None and (recipe.choice is None or recipe.when == "after"):
+        raise InputError(
+            f"{recipe.name}: fold takes what eviction drops as tokens arrive: it needs a scorer "
+            "and when='during'"
+        )
+    if recipe.fold is not None and recipe.store.positions == "read":
+        raise InputError(f"{recipe.name}: a state holds keys after RoPE: use positions='keep'")
     if recipe.choice is None:
         return
     scorer, budget = scorers.build(recipe.choice.scorer), budgets.build(recipe.choice.budget)
@@ -57,20 +74,17 @@ def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
             raise InputError(f"{name} scores by attention evidence, once: use when='after'")
         if budget.pooled:
             raise InputError(f"{name}: pools of pages are made by condensing: use when='after'")
-    elif recipe.store.positions == "read":
-        raise InputError(
-            f"{name}: positions='read' needs keys stored before RoPE: use when='during'"
-        )
     body = kept(recipe, max_length) - recipe.window
     if recipe.when == "during" and body < max(recipe.choice.sinks, 1):
         raise InputError(
-            f"{name}: keep leaves {kept(recipe, max_length)} of {max_length} entries, which its window "
-            f"of {recipe.window} and {recipe.choice.sinks} sinks exceed; raise keep or shrink window"
+            f"{name}: keep leaves {kept(recipe, max_length)} of {max_length} entries, which its "
+            f"window of {recipe.window} and {recipe.choice.sinks} sinks exceed; raise keep or "
+            "shrink window"
         )
 
 
 def tail_capacity(recipe: CacheRecipe) -> int:
-    """Slots of a tail before bodies: the window, a group that is not whole yet, a stride, drafts."""
+    """Slots of a tail before bodies: the window, a group not whole yet, a stride, drafts."""
     group = codecs.pair(recipe.store).group if recipe.store else 1
     return round_up(recipe.window + group - 1 + recipe.stride + recipe.lookahead, group)
 
@@ -139,6 +153,9 @@ def layers(
         keeps = max_length if recipe.choice is None else kept(recipe, max_length) - recipe.window
         capacity = min(round_up(keeps, recipe.store.page), round_up(max_length, recipe.store.page))
         bodies = (empty_body(config, recipe, depth, batch, capacity, max_length),)
+        if recipe.fold is not None:
+            n, d = config.kv_heads, config.head_dim
+            bodies += (state.empty(recipe.fold, depth, batch, n, d, config.scale),)
     else:
         slots = max(kept(recipe, condensed.prompt) - recipe.window, 1)
         bodies = after_bodies(config, recipe, depth, batch, slots, condensed, max_length)

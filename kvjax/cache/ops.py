@@ -7,7 +7,8 @@ from kvjax import codecs, sharding
 from kvjax.cache import cache as c
 from kvjax.cache.absorb import absorb
 from kvjax.cache.cache import Cache, LayerCache, Tokens
-from kvjax.cache.write import write_run
+from kvjax.cache.state import State
+from kvjax.cache.write import read_ring, write_ring
 from kvjax.errors import InputError
 from kvjax.shapes import Array, Int
 
@@ -32,15 +33,19 @@ def append(cache: Cache, new: Tokens, count: Int[Array, "b"] | None = None) -> C
                 f"append got {t} tokens and a tail has room for {room}; use absorb_long, or a "
                 "recipe with a larger stride or lookahead"
             )
-    return sharding.local(_append, cache, new.replace(evidence=()), _count(cache, new, count))
+    return sharding.local(_append, *_ready(cache, new, count), None)
 
 
-def _count(cache, new, count):
+def _ready(cache, new, count):
+    """Cache, new tokens and counts as the shards take them. NaN is looked for here, over all heads:
+    a shard sees only its own, and flags must agree."""
     full = jnp.full((cache.batch,), new.k.shape[2], jnp.int32)
-    return full if count is None else jnp.clip(jnp.asarray(count, jnp.int32), 0, full)
+    count = full if count is None else jnp.clip(jnp.asarray(count, jnp.int32), 0, full)
+    cache = cache.replace(flags=cache.flags | _nan(new, count))
+    return cache, new.replace(evidence=()), count
 
 
-def _append(cache: Cache, new: Tokens, count):
+def _append(cache: Cache, new: Tokens, count, tables):
     count, flags = _admit(cache, new, count, [g for g in cache.groups if g.window is None])
     groups = tuple(
         group.replace(tail=_write_tail(group, new, cache.seen, count)) for group in cache.groups
@@ -54,8 +59,7 @@ def _admit(cache, new, count, groups):
     for group in groups:
         held = cache.seen + count - c.oldest_in_ring(cache, group)
         over |= (held > group.tail.capacity) & (count > 0)
-    flags = cache.flags | jnp.where(over, c.OVERFLOW, 0) | _nan(new, count)
-    return jnp.where(over, 0, count), flags
+    return jnp.where(over, 0, count), cache.flags | jnp.where(over, c.OVERFLOW, 0)
 
 
 def _advance(cache, count):
@@ -78,8 +82,8 @@ def _write_tail(group: LayerCache, new: Tokens, seen, count):
     k, v = (_of_group(group, x) for x in (new.k, new.v))
     tail = group.tail
     return tail.replace(
-        k=write_run(tail.k, k, seen, count, ring=True),
-        v=write_run(tail.v, v, seen, count, ring=True),
+        k=write_ring(tail.k, k, seen, count),
+        v=write_ring(tail.v, v, seen, count),
     )
 
 
@@ -89,7 +93,7 @@ def absorb_long(
     """Remembers the first count[b] new tokens, however many, and settles what is older than the
     window into the bodies. A row whose tail should keep all and has no room is left as it was and
     flagged OVERFLOW."""
-    return sharding.local(_settle, cache, new.replace(evidence=()), _count(cache, new, count))
+    return sharding.local(_settle, *_ready(cache, new, count), tables)
 
 
 def compress(cache: Cache, *, tables=None) -> Cache:
@@ -100,10 +104,10 @@ def compress(cache: Cache, *, tables=None) -> Cache:
     """
     if not any(map(c.takes_more, cache.groups)):
         return cache
-    return sharding.local(_settle, cache, None, jnp.zeros_like(cache.seen))
+    return sharding.local(_settle, cache, None, jnp.zeros_like(cache.seen), tables)
 
 
-def _settle(cache: Cache, new: Tokens | None, count):
+def _settle(cache: Cache, new: Tokens | None, count, tables):
     size, window = group_of(cache), cache.recipe.window
     t = new.k.shape[2] if new is not None else 0
     flags = cache.flags
@@ -118,7 +122,10 @@ def _settle(cache: Cache, new: Tokens | None, count):
         if c.takes_more(group):
             most = (t + tail.capacity - window) // size * size
             arriving = _oldest(cache, group, new, most)
-            bodies, lost = _chain(bodies, _masked(*arriving, cache.edge, moved), cache, total)
+            table = jax.tree.map(lambda x, g=group: x[g.start : g.stop], tables)
+            bodies, lost = _chain(
+                bodies, _masked(*arriving, cache.edge, moved), cache, total, table
+            )
             flags = flags | lost
         if new is not None:
             tail = _write_tail(group, new, cache.seen, count)
@@ -141,10 +148,9 @@ def _moved(cache, moved):
 def _oldest(cache, group, new, most):
     """Keys and values [l b n most d] of arrivals edge + j, from the tail or the new tokens."""
     at = cache.edge[:, None] + jnp.arange(most, dtype=jnp.int32)  # [b most]
-    slot = (at % group.tail.capacity)[None, :, None, :, None]
     out = []
     for ring, name in ((group.tail.k, "k"), (group.tail.v, "v")):
-        x = jnp.take_along_axis(ring, slot, axis=3)
+        x = read_ring(ring, cache.edge, most)
         if new is not None:
             fresh = _of_group(group, getattr(new, name))
             j = jnp.clip(at - cache.seen[:, None], 0, fresh.shape[3] - 1)[None, :, None, :, None]
@@ -161,14 +167,15 @@ def _masked(k, v, start, count):
     return k, v, jnp.broadcast_to(arrival[None, :, None], k.shape[:4])
 
 
-def _chain(bodies, arriving, cache, length):
+def _chain(bodies, arriving, cache, length, tables):
     """What leaves one body arrives at the next; what leaves the last is forgotten, and flagged
     where nothing should have been."""
     out = []
     for body in bodies:
-        body, arriving = absorb(body, arriving, cache.budget, length, cache.recipe)
+        body, arriving = absorb(body, arriving, cache.budget, length, cache.recipe, tables)
         out.append(body)
-    keeps_all = all(body.pos is None or body.closed for body in bodies)
+    keeps_all = all(body.closed or getattr(body, "pos", None) is None for body in bodies)
+    keeps_all &= not any(isinstance(body, State) for body in bodies)
     lost = (arriving[2] >= 0).any(axis=(0, 2, 3))
     return tuple(out), jnp.where(lost, c.OVERFLOW, 0) if keeps_all else 0
 
@@ -244,6 +251,9 @@ def reset(cache: Cache, row: int) -> Cache:
 
 
 def _emptied(body, here):
+    if isinstance(body, State):
+        zero = lambda x: jnp.where(here.reshape(1, -1, *(1,) * (x.ndim - 2)), 0.0, x)  # noqa: E731
+        return body.replace(sums=zero(body.sums), mass=zero(body.mass))
     if body.pos is None:
         return body.replace(base=jnp.where(here, 0, body.base))
     empty = jnp.asarray(65535 if body.pos.dtype == jnp.uint16 else -1, body.pos.dtype)
@@ -252,3 +262,20 @@ def _emptied(body, here):
     if owner is not None:
         owner = jnp.where(here[:, None, None], jnp.asarray(-1, owner.dtype), owner)
     return body.replace(pos=pos, owner=owner)
+
+
+def split_floats(cache: Cache):
+    """The floating leaves of a cache, and what joins them back: `(floats, join)`.
+
+    floats is a list of arrays to differentiate or train, raw codes, scales, tails, biases;
+    `join(floats)` is the cache with them in place. Integer leaves (positions, packed codes) stay
+    inside `join`, so `jax.grad(lambda floats: loss(join(floats)))(floats)` never meets them.
+    """
+    leaves, tree = jax.tree.flatten(cache)
+    trained = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def join(floats) -> Cache:
+        new = dict(zip(trained, floats, strict=True))
+        return jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)])
+
+    return [leaves[i] for i in trained], join

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass, replace
 
 from kvjax import budgets, codecs, scorers
+from kvjax.cache import state
 from kvjax.cache.positions import POLICIES
 from kvjax.config import CacheRecipe, Choice, Spec, Store
 from kvjax.errors import InputError, unknown
@@ -50,8 +51,8 @@ RECIPES = {
         "Feng et al. 2024, arXiv:2407.11550",
     ),
     "streaming_llm": Entry(
-        CacheRecipe("streaming_llm", "during", 0.5, window=REST, store=Store(page=4, positions="read"),
-                    choice=Choice(Spec("oldest"), sinks=4)),
+        CacheRecipe("streaming_llm", "during", 0.5, window=REST,
+                    store=Store(page=4, positions="read"), choice=Choice(Spec("oldest"), sinks=4)),
         "the first four tokens and the most recent ones, renumbered",
         "Xiao et al. 2023, arXiv:2309.17453",
     ),
@@ -68,7 +69,8 @@ def recipe(name: str, **options) -> CacheRecipe:
 
     keep (fraction of token entries kept) or slots (their number), window, sinks, when, stride,
     lookahead, chunk, page, positions, count; codec ("int8", or a pair for keys and values); and the
-    options of its scorer, budget and codec. An unknown name or option raises InputError and offers
+    options of its scorer, budget and codec; fold ("random_features": what eviction drops goes into
+    a state, when="during"). An unknown name or option raises InputError and offers
     the nearest.
     """
     if name not in RECIPES:
@@ -78,7 +80,7 @@ def recipe(name: str, **options) -> CacheRecipe:
         made = _with_codec(made, options.pop("codec"))
     for option, value in options.items():
         made = _with(made, option, value)
-    return _valid(made)
+    return valid(made)
 
 
 def options_of(made: CacheRecipe) -> dict[str, object]:
@@ -88,7 +90,7 @@ def options_of(made: CacheRecipe) -> dict[str, object]:
         out |= {"when": made.when, "page": made.store.page, "positions": made.store.positions}
         out |= _defaults(codecs.build(made.store.k, "k")) | dict(made.store.k.options)
     if made.choice is not None:
-        out |= {"keep": made.keep}
+        out |= {"keep": made.keep, "fold": None if made.fold is None else str(made.fold)}
         out |= {k: getattr(made.choice, k) for k in ("slots", "sinks", "count")}
         for build, spec in (
             (scorers.build, made.choice.scorer),
@@ -106,8 +108,8 @@ def resolve(made: CacheRecipe, max_length: int) -> CacheRecipe:
     window = entries - made.choice.sinks
     if window < 1:
         raise InputError(
-            f"{made.name}: keep leaves {entries} of {max_length} entries and {made.choice.sinks} are "
-            "sinks; raise keep"
+            f"{made.name}: keep leaves {entries} of {max_length} entries and "
+            f"{made.choice.sinks} are sinks; raise keep"
         )
     return replace(made, window=window, choice=replace(made.choice, slots=entries))
 
@@ -132,6 +134,10 @@ def _with(made, option, value):
         if option == "keep" and made.choice is None:
             raise InputError(f"{made.name} keeps every token: it has no option 'keep'")
         raise unknown(f"option of {made.name}", option, known)
+    if option == "fold":
+        spec = Spec(value) if isinstance(value, str) else value
+        _ = spec and state.build(spec)
+        return replace(made, fold=spec)
     if option in ("keep", "when", "window", "stride", "lookahead", "chunk"):
         return replace(made, **{option: value})
     if option in ("page", "positions"):
@@ -154,7 +160,7 @@ def _spec_with(spec, option, value) -> Spec:
     return Spec(spec.name, tuple(sorted((dict(spec.options) | {option: value}).items())))
 
 
-def _valid(made: CacheRecipe) -> CacheRecipe:
+def valid(made: CacheRecipe) -> CacheRecipe:
     """Checks the ranges of numbers and the names of switches."""
 
     def whole(name, value, least):

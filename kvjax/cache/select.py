@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 def sortable(scores):
     """uint32 keys in the order of float32 scores: NaN lowest, 0 and the largest key left free."""
-    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores.astype(jnp.float32)) + 0.0
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores.astype(jnp.float32))
     bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
+    bits = jnp.where(bits == jnp.uint32(1 << 31), jnp.uint32(0), bits)  # -0.0; XLA drops `+ 0.0`
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 

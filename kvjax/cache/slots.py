@@ -76,19 +76,21 @@ def arrivals(body: Slots, edge: Int[Array, "b"]):
     return jnp.where(pos < edge[:, None], pos, -1)
 
 
-def attend(body: Slots, query: Query, edge, recipe: CacheRecipe, rope: Rope):
+def attend(body: Slots, query: Query, edge, recipe: CacheRecipe, rope: Rope, tables=None):
     """Attends to one layer's body (leaves without layer axis), decoding a block at a time."""
     query = query.replace(scale=query.scale / body.temperature)
     pos = arrivals(body, edge)
-    out, lse = (_pooled if body.owner is not None else _rows)(body, query, pos, recipe, rope)
+    out, lse = (_pooled if body.owner is not None else _rows)(
+        body, query, pos, recipe, rope, tables
+    )
     if body.exponent != 1.0:
         lse = jnp.where(lse > EMPTY / 2, lse * body.exponent, EMPTY)
     return out, lse
 
 
-def _rows(body, query, pos, recipe, rope):
+def _rows(body, query, pos, recipe, rope, tables):
     """Row r of the body is kv head r."""
-    pair, dtype = codecs.pair(recipe.store), query.q.dtype
+    pair, dtype = codecs.pair(recipe.store, tables), query.q.dtype
     turned = on_read(recipe, pair)
     rotary = positions.ranks(pos) if turned == "read" else jnp.maximum(pos, 0)
     rotary = rotary if rotary.ndim == 3 else rotary[:, None]
@@ -120,9 +122,9 @@ def _decode(body, pair, first, pages, dtype):
     return pair.decode(jax.tree.map(lambda x: cut(x, first, pages, 2), body.codes), dtype)
 
 
-def _pooled(body, query, pos, recipe, rope):
+def _pooled(body, query, pos, recipe, rope, tables):
     """Pages with owners: one batched product per page, then a merge by owner, block by block."""
-    pair = codecs.pair(recipe.store)
+    pair = codecs.pair(recipe.store, tables)
     if on_read(recipe, pair):
         raise InputError("a pool holds keys after RoPE; use positions='keep' and a codec that does")
     rows, pages = body.owner.shape[1:]

@@ -1,4 +1,4 @@
-"""The only writer: runs of tokens into slots, in place.
+"""The only writer: runs of tokens into the slots of rings and pages, in place; and back.
 
 A loop over rows of dynamic update slices: scatters and vmapped slices copy the whole cache on TPU.
 A row with nothing to write rewrites what it read (an update slice clamps, it does not drop).
@@ -6,42 +6,113 @@ A row with nothing to write rewrites what it read (an update slice clamps, it do
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from kvjax.shapes import Array, Int
 
 
-def write_run(leaf, new, start: Int[Array, "b"], count: Int[Array, "b"], *, ring: bool):
-    """Writes new[:, b, :, j] to slot start[b] + j for j < count[b]; where both fit, in place.
+def write_ring(leaf, new, start: Int[Array, "b"], count: Int[Array, "b"]):
+    """Writes new[:, b, :, j] to slot (start[b] + j) % s for j < count[b], in place.
 
-    leaf: [l b r s ...]; new: [l b r t ...]. In a ring slots count modulo s, and of more than s
-    tokens the last s stay; otherwise start + count must be at most s.
+    leaf: [l b n s d]; new: [l b n t d]. Of more than s tokens the last s stay.
     """
     slots, t = leaf.shape[3], new.shape[3]
     size = min(slots, t)
     if size == 0:
         return leaf
-    zero = jnp.int32(0)
-    rest = leaf.ndim - 4
 
     def block(row, leaf, first):
         """Rewrites slots first .. first + size of one row."""
-        at = (zero, row, zero, first) + (zero,) * rest
-        old = jax.lax.dynamic_slice(
-            leaf, at, (leaf.shape[0], 1, *leaf.shape[2:3], size, *leaf.shape[4:])
-        )
-        mine = jax.lax.dynamic_index_in_dim(new, row, 1, keepdims=True)
         token = first + jnp.arange(size, dtype=jnp.int32) - start[row]
-        if ring:
-            token = token % slots  # the first token of this slot, then the last
-            token += jnp.maximum((count[row] - 1 - token) // slots, 0) * slots
-        fits = (token >= 0) & (token < count[row])
-        fresh = jnp.take(mine, jnp.clip(token, 0, t - 1), axis=3).astype(leaf.dtype)
-        fits = fits.reshape((1, 1, 1, size) + (1,) * rest)
-        return jax.lax.dynamic_update_slice(leaf, jnp.where(fits, fresh, old), at)
+        token = token % slots  # the first token of this slot, then the last
+        token += jnp.maximum((count[row] - 1 - token) // slots, 0) * slots
+        old = _cut(leaf, row, first, size)
+        return _put(leaf, _blend(old, new, row, token, count[row]), row, first)
 
     def one(row, leaf):
-        begin = start[row] % slots if ring else start[row]
-        leaf = block(row, leaf, jnp.clip(begin, 0, slots - size))
-        return block(row, leaf, zero) if ring and 1 < size < slots else leaf
+        leaf = block(row, leaf, jnp.minimum(start[row] % slots, slots - size))
+        return pinned(block(row, leaf, jnp.int32(0)) if 1 < size < slots else leaf)
 
-    return jax.lax.fori_loop(0, leaf.shape[1], one, leaf)
+    return jax.lax.fori_loop(0, leaf.shape[1], one, pinned(leaf))
+
+
+def write_pages(leaf, new, start: Int[Array, "b"], count: Int[Array, "b"]):
+    """Writes new[:, b, :, j] to slot start[b] + j for j < count[b], in place.
+
+    leaf: [l b r p s ...], slots counted through the pages; new: [l b r t ...]; start + count must
+    be at most p * s. Whole pages are rewritten: an index into the slots of a page, which may be on
+    the lanes, makes XLA lay the whole leaf out anew.
+    """
+    pages, page, t = leaf.shape[3], leaf.shape[4], new.shape[3]
+    if t == 0:
+        return leaf
+    size = min(pages, (page + t - 2) // page + 1)  # pages that t tokens touch, wherever they begin
+
+    def one(row, leaf):
+        first = jnp.clip(start[row] // page, 0, pages - size)
+        token = first * page + jnp.arange(size * page, dtype=jnp.int32) - start[row]
+        old = _cut(leaf, row, first, size)
+        flat = old.reshape(*old.shape[:3], size * page, *old.shape[5:])
+        fresh = _blend(flat, new, row, token, count[row]).reshape(old.shape)
+        return pinned(_put(leaf, fresh, row, first))
+
+    return jax.lax.fori_loop(0, leaf.shape[1], one, pinned(leaf))
+
+
+def read_ring(leaf, start: Int[Array, "b"], size: int):
+    """The tokens [l b n size d] of slots (start[b] + j) % s; past s of them, anything.
+
+    Slices of a row at a time, because a gather along the slots lays the whole leaf out anew.
+    """
+    slots = leaf.shape[3]
+    most = min(size, slots)
+
+    def one(row):
+        first = start[row] % slots
+        low = jnp.minimum(first, slots - most)
+        slot = first + jnp.arange(size, dtype=jnp.int32)
+        whole = pinned(leaf)
+        both = [pinned(leaf, _cut(whole, row, i, most)) for i in (low, jnp.int32(0))]
+        at = jnp.where(slot < slots, slot - low, most + slot - slots)
+        at = jnp.clip(at, 0, 2 * most - 1)
+        return jnp.take(jnp.concatenate(both, axis=3), at, axis=3)[:, 0]
+
+    return jnp.moveaxis(jax.lax.map(one, jnp.arange(leaf.shape[1])), 0, 1)
+
+
+def _at(leaf, row, first):
+    zero = jnp.int32(0)
+    return (zero, row, zero, first) + (zero,) * (leaf.ndim - 4)
+
+
+def _cut(leaf, row, first, size):
+    shape = (leaf.shape[0], 1, leaf.shape[2], size, *leaf.shape[4:])
+    return jax.lax.dynamic_slice(leaf, _at(leaf, row, first), shape)
+
+
+def _put(leaf, fresh, row, first):
+    return jax.lax.dynamic_update_slice(leaf, fresh, _at(leaf, row, first))
+
+
+def _blend(old, new, row, token, count):
+    """old [l 1 r size ...] with the new token of each slot, where 0 <= token < count."""
+    mine = jax.lax.dynamic_index_in_dim(new, row, 1, keepdims=True)
+    fresh = jnp.take(mine, jnp.clip(token, 0, new.shape[3] - 1), axis=3).astype(old.dtype)
+    fits = ((token >= 0) & (token < count)).reshape((1, 1, 1, -1) + (1,) * (old.ndim - 4))
+    return jnp.where(fits, fresh, old)
+
+
+def pinned(leaf, part=None):
+    """The leaf, or a part of it, in the layout that the leaf has outside of loops.
+
+    A decoding loop else changes the layout and changes it back: two copies of the cache a step on
+    TPU. Tokens are on the lanes there where a head does not fill them.
+    """
+    part = leaf if part is None else part
+    order = list(range(leaf.ndim))
+    if leaf.shape[-1] % 128:
+        if leaf.shape[-2] < 128:
+            return part
+        order[-2:] = order[:-3:-1]
+    pin = lambda x: with_layout_constraint(x, Layout(tuple(order)))  # noqa: E731
+    return jax.lax.platform_dependent(part, tpu=pin, default=lambda x: x)

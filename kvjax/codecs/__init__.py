@@ -47,12 +47,14 @@ class Pair:
         return k + jax.lax.stop_gradient(k2 - k), v + jax.lax.stop_gradient(v2 - v)
 
 
-def build(spec: Spec, side: str):
-    """The codec that `spec` names, for side "k" or "v"."""
+def build(spec: Spec, side: str, tables=None):
+    """The codec that `spec` names, for side "k" or "v", with its tables (of one layer) if any."""
     if spec.name not in CODECS:
         raise unknown("codec", spec.name, CODECS)
-    return CODECS[spec.name](side=side, **dict(spec.options))
+    return CODECS[spec.name](side=side, **dict(spec.options), **(tables or {}))
 
 
-def pair(store: Store) -> Pair:
-    return Pair(build(store.k, "k"), build(store.v, "v"))
+def pair(store: Store, tables=None) -> Pair:
+    """Both codecs of a store. tables: {"k": {...}, "v": {...}}, one layer's arrays by field."""
+    tables = tables or {}
+    return Pair(build(store.k, "k", tables.get("k")), build(store.v, "v", tables.get("v")))

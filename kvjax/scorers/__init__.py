@@ -1,7 +1,6 @@
 """WHICH tokens are kept. A scorer maps `Seen` to scores [b n s]; higher is kept.
 
-Static `observe` names the evidence it asks for: None, or "mass" (the attention that each entry
-gets from the newest queries, as many as the recipe's window).
+Static `observe` names the observer whose evidence it asks for (cache/evidence.py), or is None.
 """
 
 from kvjax.config import Spec
@@ -16,8 +15,8 @@ __all__ = ["SCORERS", "Seen", "build"]
 SCORERS = {"oldest": Oldest, "key_norm": KeyNorm, "window_attention": WindowAttention}
 
 
-def build(spec: Spec):
-    """The scorer that `spec` names."""
+def build(spec: Spec, tables=None):
+    """The scorer that `spec` names, with its tables (of one layer) if it has any."""
     if spec.name not in SCORERS:
         raise unknown("scorer", spec.name, SCORERS)
-    return SCORERS[spec.name](**dict(spec.options))
+    return SCORERS[spec.name](**dict(spec.options), **(tables or {}))

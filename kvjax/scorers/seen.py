@@ -13,5 +13,6 @@ class Seen:
     v: Float[Array, "b n s e"]
     pos: Int[Array, "b n s"]  # arrival index; -1 is empty
     length: Int[Array, "b"]  # arrivals of the row so far
-    sums: Float[Array, "b h s"] | None = None  # attention mass, if observe == "mass"; slots ordered
-    maxima: Float[Array, "b h s"] | None = None
+    evidence: dict | None = (
+        None  # what the scorer's observer saw (cache/evidence.py), slots in order
+    )

@@ -26,14 +26,11 @@ class WindowAttention:
     observe = "mass"
 
     def __call__(self, seen: Seen):
-        n = seen.k.shape[1]
+        n, sums = seen.k.shape[1], seen.evidence["sums"]  # [b h s]
         shape, half = (1, 1, self.kernel), self.kernel // 2
         pad = ((0, 0), (0, 0), (half, self.kernel - 1 - half))
         if self.pool == "max":
-            s = jax.lax.reduce_window(seen.sums, -jnp.inf, jax.lax.max, shape, (1, 1, 1), pad)
+            s = jax.lax.reduce_window(sums, -jnp.inf, jax.lax.max, shape, (1, 1, 1), pad)
         else:
-            s = (
-                jax.lax.reduce_window(seen.sums, 0.0, jax.lax.add, shape, (1, 1, 1), pad)
-                / self.kernel
-            )
+            s = jax.lax.reduce_window(sums, 0.0, jax.lax.add, shape, (1, 1, 1), pad) / self.kernel
         return reduce(rearrange(s, "b (n g) s -> b n g s", n=n), "b n g s -> b n s", self.reduce)

@@ -1,0 +1,64 @@
+"""Hugging Face transformers as an engine: its default cache and attention, greedy, float32.
+
+It runs in a Python of its own that has PyTorch; kvjax never imports it there.
+"""
+
+import copy
+import os
+
+
+class Engine:
+    """A causal language model of transformers, from a GGUF file or a Hugging Face folder."""
+
+    def __init__(self, job):
+        import torch  # pyright: ignore[reportMissingImports]
+        import transformers  # pyright: ignore[reportMissingImports]
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.torch, self.cache = torch, transformers.DynamicCache
+        torch.set_num_threads(len(job["cores"]))
+        where = job["model"]
+        folder, file = (where, None) if os.path.isdir(where) else os.path.split(where)
+        given = {} if file is None else {"gguf_file": file}
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load(folder or ".", dtype=torch.float32, local_files_only=True, **given).eval()
+        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        self.versions["attention"] = self.model.config._attn_implementation
+
+    def prefill(self, ids, room, recipe):
+        """(next token, cache) after the ids."""
+        if recipe != "exact":
+            raise ValueError(f"transformers has no recipe {recipe}")
+        with self.torch.inference_mode():
+            out = self.model(
+                self.torch.tensor([ids]),
+                past_key_values=self.cache(config=self.model.config),
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return out.logits[:, -1:].argmax(-1), out.past_key_values
+
+    def fork(self, state):
+        with self.torch.inference_mode():
+            return copy.deepcopy(state)
+
+    def decode(self, state, steps):
+        """One token at a time, as `generate` does."""
+        token, cache = state
+        made = []
+        with self.torch.inference_mode():
+            for _ in range(steps):
+                out = self.model(token, past_key_values=cache, use_cache=True)
+                token = out.logits[:, -1:].argmax(-1)
+                made.append(token)
+            return (token, cache), [int(t) for t in made]
+
+    def sizes(self, state):
+        parts = {p.data_ptr(): p.numel() * p.element_size() for p in self.model.parameters()}
+        held = sum(
+            x.numel() * x.element_size()
+            for layer in state[1].layers
+            for x in (layer.keys, layer.values)
+        )
+        return {"weight_bytes": sum(parts.values()), "cache_bytes": held}

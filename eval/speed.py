@@ -1,0 +1,259 @@
+"""`kvjax bench speed`: kvjax and a peer in processes of their own, in turns, on the same cores."""
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kvjax.eval import speed_report
+from rich.console import Console
+from rich.progress import MofNCompleteColumn
+
+from kvjax import cli, commands, data, recipe
+from kvjax.errors import InputError, unknown
+from kvjax.models import fetch, gguf_header, tokenizer
+
+ENGINES = {"kvjax": "kvjax_speed", "transformers": "transformers_speed"}
+PEERS = ("transformers",)
+PEER_PACKAGES = ("torch==2.13.0", "transformers==5.2.0", "gguf", "accelerate")
+TASKS = ("memory", "speed")  # of every turn, each a process
+PREFILL = 2048  # tokens, or the longest context if that is shorter
+SKIP = 30_000  # characters at the start of the text that are left out: contents and front matter
+
+
+def run(argv: list[str]) -> int:
+    """Measures what the arguments say and prints or writes the report."""
+    args = parse(argv)
+    if args.out and os.path.lexists(args.out) and not args.force:
+        raise InputError(f"{args.out} exists already; give --force to write it anew")
+    if args.out and not Path(args.out).absolute().parent.is_dir():
+        raise InputError(f"there is no folder {Path(args.out).parent}; make it first")
+    pythons = {"kvjax": sys.executable}
+    if args.peer:
+        pythons[args.peer] = args.peer_python or peer_python()
+    job, head = job_of(args), head_of(args, argv)
+    turns, head["machine"], lines = measure(job, pythons, args.repeats)
+    rows = speed_report.rows(turns, head["machine"])
+    head["versions"] = {name: t[0]["versions"] for name, t in turns.items()}
+    report = [{"kind": "run"} | head, *lines, *({"kind": "row"} | row for row in rows)]
+    text = "".join(json.dumps(line) + "\n" for line in report)
+    if args.out:
+        write(Path(args.out), text)
+    if args.json:
+        sys.stdout.write(text)
+    else:
+        speed_report.show(head, rows, Console())
+    return 0
+
+
+def parse(argv):
+    """The arguments, checked; `recipes` are {as written: (name, options)}, the exact one first."""
+    parser = cli.Parser(
+        prog="kvjax bench speed", allow_abbrev=False,
+        description="Decode and prefill speed and memory on the CPU, float32, batch 1.",
+    )  # fmt: skip
+    parser.add_argument("--model", default="smollm2-135m", help="name or path (%(default)s)")
+    parser.add_argument(
+        "--contexts", default="512,2048,4096", help="tokens before decoding (%(default)s)"
+    )
+    parser.add_argument(
+        "--recipes", default="exact,snapkv@0.25",
+        help="recipes, with what they keep, against the exact cache at the longest context "
+        "(%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--peer", help=f"compare with a library: {', '.join(PEERS)}")
+    parser.add_argument(
+        "--peer-python", help="a Python that has it (made in the cache folder, some gigabytes)"
+    )
+    parser.add_argument("--repeats", default="3", help="pairs of turns (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="JSON lines for machines")
+    parser.add_argument("--out", help="write the JSON lines to this file")
+    parser.add_argument("--force", action="store_true", help="write over that file")
+    args, rest = parser.parse_known_args(argv)
+    for word in rest:
+        raise unknown("option", word, [o for a in parser._actions for o in a.option_strings])
+    args.contexts = sorted({whole(word, "--contexts") for word in args.contexts.split(",")})
+    args.repeats = whole(args.repeats, "--repeats")
+    args.recipes = {"exact": ("exact", {})} | dict(map(named, args.recipes.split(",")))
+    if args.peer is not None and args.peer not in PEERS:
+        raise unknown("peer", args.peer, PEERS)
+    if args.peer_python and not args.peer:
+        raise InputError("--peer-python needs --peer; name the library to compare with")
+    return args
+
+
+def whole(text, option) -> int:
+    """A whole number above 0."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise InputError(f"{option} takes whole numbers above 0, got {text!r}")
+    return int(text)
+
+
+def named(word):
+    """(as written, (name, options)) of a recipe written as "snapkv" or "snapkv@0.25"."""
+    name, at, keep = word.strip().partition("@")
+    options = {}
+    if at:
+        try:
+            options["keep"] = float(keep)
+        except ValueError:
+            raise InputError(f"a recipe is written as name or name@keep, got {word!r}") from None
+    recipe(name, **options)  # refuses what does not exist
+    return word.strip(), (name, options)
+
+
+def job_of(args) -> dict:
+    """What every turn is told: the model's file, token ids of a real text, and the cores."""
+    path = Path(commands.download(args.model)[0])
+    path = fetch.find(path)
+    if path.is_dir():
+        tok = tokenizer.Tokenizer.from_folder(path)
+    else:
+        tok = tokenizer.Tokenizer.from_gguf(gguf_header.read_header(path)[0])
+    longest = args.contexts[-1]
+    ids = tok.encode(data.moby_dick()[SKIP : SKIP + 8 * longest + 4096])
+    if len(ids) < longest:
+        raise InputError(f"the text has {len(ids)} tokens and --contexts asks for {longest}")
+    return {
+        "model": str(path.absolute()), "ids": list(ids[:longest]), "contexts": args.contexts,
+        "prefill": min(PREFILL, longest), "recipes": list(args.recipes), "options": args.recipes,
+        "cores": sorted(os.sched_getaffinity(0)),
+    }  # fmt: skip
+
+
+def head_of(args, argv) -> dict:
+    """The resolved configuration and where it ran: the first line of a report."""
+    return {
+        "command": shlex.join(["kvjax", "bench", "speed", *argv]),
+        "config": {k: v for k, v in vars(args).items() if k not in ("out", "json", "force")},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "hardware": {
+            "cpu": cpu(), "cores": sorted(os.sched_getaffinity(0)), "load": os.getloadavg(),
+            "system": platform.platform(), "python": platform.python_version(),
+        },
+    }  # fmt: skip
+
+
+def measure(job, pythons, repeats):
+    """All turns: ({engine: [speed with maxrss_bytes, ...]}, machine, lines for the report)."""
+    order = [(i, task, name) for i in range(repeats) for task in TASKS for name in pythons]
+    turns = {name: [{} for _ in range(repeats)] for name in pythons}
+    lines = []
+    with commands.progress(MofNCompleteColumn()) as bar:
+        task = bar.add_task("", total=len(order) + 1)
+
+        def tick(what):
+            bar.update(task, description=what)
+
+        machine = turn("kvjax", pythons["kvjax"], job | {"task": "machine"}, tick)
+        for pair, what, name in order:
+            bar.advance(task)
+            made = turn(name, pythons[name], job | {"task": what}, tick)
+            turns[name][pair] |= made
+            lines.append({"kind": "turn", "engine": name, "pair": pair, "task": what} | made)
+    return turns, machine, lines
+
+
+def turn(name, python, job, tick) -> dict:
+    """Runs one job in a process of its own and gives its result."""
+    script = Path(__file__).parent / "peers" / "turn.py"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-speed-"))
+        log = stack.enter_context(open(Path(folder) / "log", "w+", encoding="utf-8"))
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(job | {"engine": ENGINES[name]}), "utf-8")
+        try:
+            process = subprocess.Popen(
+                [python, str(script), str(file)], env=environment, text=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
+        except OSError as error:
+            raise InputError(f"cannot run {python}: {error.strerror}") from None
+        with process:
+            stack.callback(process.kill)
+            last = _follow(process.stdout, lambda what: tick(f"{name}: {what}"))
+        log.seek(0)
+        said = log.read().strip().splitlines()
+    if "result" not in last:
+        reason = last.get("error") or (said[-1] if said else f"exit code {process.returncode}")
+        raise InputError(f"{name} in {python} gave no result: {reason[:300]}")
+    return last["result"]
+
+
+def _follow(stream, tick) -> dict:
+    """The last line of JSON of a turn; what it is doing goes to `tick`."""
+    last = {}
+    for line in stream:
+        if not line.startswith("{"):  # a library has something to say
+            continue
+        last = json.loads(line)
+        if "doing" in last:
+            tick(last["doing"])
+    return last
+
+
+def peer_python() -> str:
+    """The Python of a virtual environment in the cache folder, made on first use."""
+    folder = fetch.cache_folder() / "peer-transformers"
+    python, ready = folder / "bin" / "python", folder / "ready"
+    if ready.exists():
+        return str(python)
+    console = Console(stderr=True)
+    console.print(f"making {folder} with {', '.join(PEER_PACKAGES)}; once, some minutes")
+    steps = (
+        [sys.executable, "-m", "venv", "--clear", str(folder)],
+        [str(python), "-m", "pip", "install", "-q", "--no-input", *PEER_PACKAGES],
+    )
+    for command in steps:
+        with console.status(command[2]):
+            made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode:
+            said = (made.stderr or made.stdout).strip().splitlines()
+            raise InputError(
+                f"could not make {folder} ({said[-1][:200] if said else made.returncode}); "
+                "give --peer-python, a Python with torch and transformers"
+            )
+    ready.write_text("\n".join(PEER_PACKAGES), "utf-8")
+    return str(python)
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, "utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def commit() -> str | None:
+    """The commit of the checkout this runs from, with "+" if it was changed since."""
+    here = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        found = subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changed = subprocess.run([*here, "status", "--porcelain"], capture_output=True, text=True)
+    except OSError:
+        return None
+    if found.returncode:
+        return None
+    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def cpu() -> str:
+    """The name of the processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

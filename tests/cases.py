@@ -1,0 +1,336 @@
+"""The matrix of the laws: every recipe at small sizes, and one seeded source of tokens and cuts.
+
+Shapes are tiny (2 rows, 2 layers, 2 kv heads of 2 query heads, 16 dims), so that a compilation
+dominates a test: `run` compiles each operation once per (recipe, shapes) for all laws together.
+"""
+
+import functools
+import zlib
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import ops
+from kvjax.cache.recipes import RECIPES, REST, options_of
+from kvjax.config import CacheRecipe, LayerKind, ModelConfig, Rope
+from kvjax.params import init_params
+
+ROWS, LENGTHS, LONGEST, MAX = 2, (25, 18), 25, 48
+PIECE, DRAFT, WINDOW = 8, 3, 4
+PLAIN = ModelConfig(
+    "llama", vocab=61, width=32, mlp=32, heads=4, kv_heads=2, head_dim=16,
+    kinds=(LayerKind(),), pattern=(0, 0), context=4096,
+)  # fmt: skip
+HYBRID = ModelConfig(
+    "mistral", vocab=61, width=32, mlp=32, heads=4, kv_heads=2, head_dim=16,
+    kinds=(LayerKind(), LayerKind(window=6, rope=Rope(base=500.0))), pattern=(1, 0), context=4096,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe on a model."""
+
+    name: str
+    recipe: CacheRecipe
+    config: ModelConfig = PLAIN
+    quick: bool = True  # in the default tier
+
+    @property
+    def after(self) -> bool:
+        return self.recipe.store is not None and self.recipe.when == "after"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def small(name: str, **options) -> CacheRecipe:
+    """A recipe of the table with sizes cut down, so that pages, strides and windows turn over."""
+    known = options_of(kvjax.recipe(name))
+    wanted = dict(stride=4, lookahead=3, window=WINDOW, page=4)
+    if RECIPES[name].recipe.window == REST:
+        wanted.pop("window")
+    if RECIPES[name].recipe.store is None:
+        wanted.pop("window")
+    return kvjax.recipe(name, **({k: v for k, v in wanted.items() if k in known} | options))
+
+
+def _cases():
+    made = {name: small(name) for name in RECIPES}
+    made |= {
+        "key_norm during": small("key_norm", when="during", sinks=2),
+        "key_norm during int8,raw": small("key_norm", when="during", codec=("int8", "raw")),
+        "key_norm rerot": small("key_norm", positions="rerot"),
+        "snapkv int8": small("snapkv", codec="int8"),
+        "snapkv int8 rerot": small("snapkv", codec="int8", positions="rerot"),
+        "ada_snapkv int8": small("ada_snapkv", codec="int8"),
+        "int8 after": small("int8", when="after"),
+        "raw during": small("int8", codec="raw"),
+        "int8,raw": small("int8", codec=("int8", "raw")),
+    }
+    hybrid = {
+        "hybrid exact": small("exact"),
+        "hybrid int8": small("int8"),
+        "hybrid snapkv rerot": small("snapkv", positions="rerot"),
+        "hybrid streaming_llm": small("streaming_llm"),
+    }
+    slow = (  # each of their parts is in a quicker case
+        "key_norm during", "key_norm rerot", "snapkv int8", "int8 after", "raw during", "int8,raw",
+        "hybrid exact", "hybrid streaming_llm",
+    )  # fmt: skip
+    return {k: Case(k, r, PLAIN, k not in slow) for k, r in made.items()} | {
+        k: Case(k, r, HYBRID, k not in slow) for k, r in hybrid.items()
+    }
+
+
+CASES = _cases()
+LOSSLESS = {  # raw codec and room for all
+    name: Case(name, recipe, config, name not in ("hybrid exact", "raw during", "key_norm"))
+    for name, recipe, config in (
+        ("exact", small("exact"), PLAIN),
+        ("hybrid exact", small("exact"), HYBRID),
+        ("raw during", small("int8", codec="raw"), PLAIN),
+        ("hybrid raw during", small("int8", codec="raw"), HYBRID),
+        ("key_norm during", small("key_norm", when="during", keep=1.0), PLAIN),
+        ("streaming_llm", small("streaming_llm", keep=1.0, window=WINDOW), PLAIN),
+        ("key_norm", small("key_norm", keep=1.0), PLAIN),
+        ("snapkv rerot", small("snapkv", keep=1.0, positions="rerot"), PLAIN),
+        ("ada_snapkv", small("ada_snapkv", keep=1.0), PLAIN),
+        ("hybrid snapkv", small("snapkv", keep=1.0), HYBRID),
+    )
+}
+
+
+def generator(*words) -> np.random.Generator:
+    """The one source of randomness, by name."""
+    return np.random.default_rng(zlib.crc32(repr(words).encode()))
+
+
+def random_tokens(t: int, *words, config=PLAIN, rows=ROWS) -> kvjax.Tokens:
+    """Keys and values of t tokens, standard normal, as `look` would return them."""
+    shape = (config.layers, rows, t, config.kv_heads, config.head_dim)
+    rng = generator("tokens", *words)
+    k, v = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
+    return kvjax.Tokens(jnp.asarray(k), jnp.asarray(v))
+
+
+def row_of(tree, row: int):
+    """One row of a cache, as a batch of its own."""
+    return jax.tree.map(lambda x: jnp.asarray(np.take(x, [row], min(x.ndim - 1, 1))), tree)
+
+
+def random_ids(t: int, *words, rows=ROWS) -> np.ndarray:
+    return generator("ids", *words).integers(0, PLAIN.vocab, (rows, t)).astype(np.int32)
+
+
+@functools.cache
+def model(config: ModelConfig = PLAIN) -> kvjax.Model:
+    """Random weights, large enough that attention is far from uniform."""
+    return kvjax.Model(init_params(config, jax.random.key(7), std=0.3), config, tokenizer=None)
+
+
+def cuts(rng, lengths=LENGTHS, piece=PIECE) -> list[np.ndarray]:
+    """A way to feed rows of these lengths: counts [b] of each step, rows cut independently."""
+    left, out = np.array(lengths), []
+    while left.any():
+        take = np.minimum(rng.integers(0, piece + 1, len(left)), left)
+        out.append(take.astype(np.int32))
+        left = left - take
+    return [c for c in out if c.any()]
+
+
+def pieces(x, counts, piece=PIECE, axis=2, start=0):
+    """Steps of `piece` tokens from x [.. b t ..] (t on `axis`, rows before it), right padded."""
+    x, at = np.asarray(x), np.zeros(x.shape[axis - 1], int) + start
+    for count in counts:
+        index = np.minimum(at[:, None] + np.arange(piece), x.shape[axis] - 1)
+        shape = [1] * x.ndim
+        shape[axis - 1 : axis + 1] = index.shape
+        yield np.take_along_axis(x, index.reshape(shape), axis=axis)
+        at = at + count
+
+
+_OPS = {
+    "absorb": lambda cache, new, count: ops.absorb_long(cache, new, count),
+    "append": lambda cache, new, count: ops.append(cache, new, count),
+    "compress": lambda cache: ops.compress(cache),
+    "truncate": lambda cache, length: ops.truncate(cache, length),
+}
+_COMPILED = {}
+_QUICK = {"xla_backend_optimization_level": "0"}  # halves the time of a compilation
+
+
+def _executable(key, function, *args, **how):
+    """The executable of a function for arguments of these shapes, compiled once."""
+    shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(args))
+    key = (key, jax.tree.structure(args), shapes)
+    if key not in _COMPILED:
+        _COMPILED[key] = jax.jit(function, **how).lower(*args).compile(_QUICK)
+    return _COMPILED[key]
+
+
+def compiled(op: str, cache, *args):
+    """The executable of an operation on a cache it consumes."""
+    return _executable(op, _OPS[op], cache, *args, donate_argnums=0)
+
+
+def run(op: str, cache, *args):
+    """An operation on a copy of the cache."""
+    args = jax.tree.map(jnp.asarray, args)
+    return compiled(op, cache, *args)(jax.tree.map(jnp.copy, cache), *args)
+
+
+def look(params, config, cache, tokens, count=None):
+    """`kvjax.look`, compiled once for each cache shape."""
+    args = jax.tree.map(jnp.asarray, (params, cache, tokens, count))
+    read = lambda params, cache, tokens, count: kvjax.look(  # noqa: E731
+        params, config, cache, tokens, count=count
+    )
+    return _executable(("look", config), read, *args)(*args)
+
+
+def probe(case: Case, cache, *words) -> np.ndarray:
+    """Logits [b t w] of DRAFT tokens that read the cache: everything an attention can see of it."""
+    weights = model(case.config).params
+    return np.asarray(look(weights, case.config, cache, random_ids(DRAFT, "probe", *words))[0])
+
+
+def feed(cache, tokens, counts, *, op="absorb", piece=PIECE):
+    """Remembers K and V cut by `counts`; "append" compresses after each step."""
+    parts = zip(
+        pieces(tokens.k, counts, piece), pieces(tokens.v, counts, piece), counts, strict=True
+    )
+    for k, v, count in parts:
+        cache = run(op, cache, kvjax.Tokens(jnp.asarray(k), jnp.asarray(v)), count)
+        if op == "append":
+            cache = run("compress", cache)
+    return cache
+
+
+@functools.cache
+def filled(case: Case, seed: int = 0) -> kvjax.Cache:
+    """A cache with LENGTHS tokens in its rows: condensed from a model's, or fed random K and V."""
+    if case.after:
+        ids = random_ids(LONGEST, seed)
+        args = dict(max_length=MAX, lengths=LENGTHS, logits="none")
+        return kvjax.prefill(model(case.config), ids, case.recipe, **args)[1]
+    cache = kvjax.init_cache(case.config, case.recipe, ROWS, MAX)
+    tokens = random_tokens(LONGEST, seed, config=case.config)
+    return feed(cache, tokens, cuts(generator("fill", seed)))
+
+
+def arrivals(cache, group):
+    """Arrival index of each slot, from the definition: tail [b c], then bodies [l b r p s]."""
+    seen, edge, high = (np.asarray(x) for x in (cache.seen, cache.edge, cache.high))
+    capacity = group.tail.k.shape[3]
+    tail = np.full((len(seen), capacity), -1)
+    for row in range(len(seen)):
+        low = edge[row] if group.bodies else 0
+        if group.window is not None:  # a later query sees window - 1 tokens before it
+            low = max(0, high[row] - capacity, seen[row] - group.window + 1)
+        for p in range(low, seen[row]):
+            tail[row, p % capacity] = p
+    bodies = []
+    for body in group.bodies:
+        shape = jax.tree.leaves(body.codes)[0].shape[:5]
+        if body.pos is None:
+            flat = np.asarray(body.base)[..., None] + np.arange(shape[3] * shape[4])
+            flat = np.where(flat < edge[:, None], flat, -1)[:, :, None]
+            pos = np.broadcast_to(flat, (*shape[:3], flat.shape[-1])).reshape(shape)
+        else:
+            pos = np.asarray(body.pos).astype(np.int64)
+            pos = np.where(pos == 65535, -1, pos) if body.pos.dtype == jnp.uint16 else pos
+        bodies.append(pos)
+    return tail, bodies
+
+
+def overwrite(cache, rng=None):
+    """The cache with every slot that holds no token set to zero, or to large random values."""
+
+    def fill(leaf, empty):
+        leaf = np.asarray(leaf)
+        empty = empty.reshape(empty.shape + (1,) * (leaf.ndim - empty.ndim))
+        other = np.zeros(leaf.shape) if rng is None else rng.normal(size=leaf.shape) * 50
+        return jnp.asarray(np.where(empty, other.astype(leaf.dtype), leaf))
+
+    groups = []
+    for group in cache.groups:
+        tail, bodies = arrivals(cache, group)
+        empty = (tail < 0)[None, :, None]
+        ring = group.tail.replace(k=fill(group.tail.k, empty), v=fill(group.tail.v, empty))
+        made = []
+        for body, pos in zip(group.bodies, bodies, strict=True):
+            codes = jax.tree.map(lambda x, e=pos < 0: fill(x, e), body.codes)
+            made.append(body.replace(codes=codes))
+        groups.append(group.replace(tail=ring, bodies=tuple(made)))
+    return cache.replace(groups=tuple(groups))
+
+
+def assert_same(one, two, but=()):
+    """Two trees are equal bit by bit, except for the fields named in `but`."""
+    a, b = (jax.tree_util.tree_flatten_with_path(x)[0] for x in (one, two))
+    assert len(a) == len(b)
+    for (path, x), (_, y) in zip(a, b, strict=True):
+        name = jax.tree_util.keystr(path)
+        if name.strip(".") not in but:
+            x, y = np.asarray(x), np.asarray(y)
+            assert x.dtype == y.dtype and x.shape == y.shape, name
+            assert x.tobytes() == y.tobytes(), name
+
+
+def dense(q, k, v, see, scale):
+    """Float64 softmax attention: q [t d], k [s d], v [s e], see [t s] to out [t e], lse [t]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    s = np.where(see, q @ k.T * scale, -np.inf)
+    top = s.max(axis=1, keepdims=True)
+    p = np.exp(s - np.where(np.isfinite(top), top, 0))
+    total = p.sum(axis=1, keepdims=True)
+    out = p @ v / np.where(total > 0, total, 1)
+    return out, np.where(total > 0, top + np.log(np.where(total > 0, total, 1)), -1e30)[:, 0]
+
+
+def rope(x, pos, base):
+    """RoFormer's rotation in float64 of x [.. d] to `pos` [..]; pairs are (i, i + d/2)."""
+    x, half = np.asarray(x, np.float64), x.shape[-1] // 2
+    angle = np.asarray(pos)[..., None] * base ** (-np.arange(half) / half)
+    a, b, cos, sin = x[..., :half], x[..., half:], np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def names(cases):
+    """Parametrizes a law over cases; the slow ones wait for `pytest -m full`."""
+    marks = {True: (), False: (pytest.mark.full,)}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, marks=marks[c.quick], id=c.name) for c in cases]
+    )
+
+
+every = names(CASES.values())
+
+
+def zeros(rows=ROWS):
+    return jnp.zeros((rows,), jnp.int32)
+
+
+def entries(cache):
+    """For each layer, row and head, the arrivals in its bodies, as sorted tuples."""
+    out = []
+    for group in cache.groups:
+        for body, pos in zip(group.bodies, arrivals(cache, group)[1], strict=True):
+            layers, rows = pos.shape[:2]
+            owner = None if body.owner is None else np.asarray(body.owner)
+            for layer, row in np.ndindex(layers, rows):
+                for r in range(pos.shape[2]):
+                    mine = pos[layer, row, r]
+                    heads = [mine] if owner is None else by_owner(mine, owner[layer, row, r], body)
+                    out += [tuple(sorted(h[h >= 0].tolist())) for h in heads]
+    return out
+
+
+def by_owner(pos, owner, body):
+    """Positions of each kv head of a pool's row."""
+    return [pos[owner == head] for head in range(body.heads)]

@@ -1,0 +1,108 @@
+"""A decoder written in float64 NumPy that sees exactly the tokens it is told to see.
+
+It shares no code with kvjax: plain softmax over a list of positions, one token at a time. And
+`held`, which reads from the leaves of a cache which tokens it remembers.
+"""
+
+import jax
+import numpy as np
+
+EMPTY16 = 65535  # what an empty slot's two-byte position is
+
+
+class Dense:
+    """The Llama structure: RMS norms, rotary positions, gated mlp, tied output."""
+
+    def __init__(self, params, config):
+        self.w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+        self.config = config
+        self.k = [[] for _ in range(config.layers)]  # keys before RoPE, [n d] each
+        self.v = [[] for _ in range(config.layers)]
+
+    def read(self, token, kept=None, renumber=False):
+        """Logits [w] of the next token, which it then remembers.
+
+        kept[layer][head]: arrivals that the token sees beside itself; None: all before it, or the
+        newest of a sliding window. renumber: what is seen is placed at 0, 1, 2 ..., itself last.
+        """
+        c, blocks = self.config, self.w.blocks
+        now = len(self.k[0])
+        x = self.w.embed[token]
+        for i in range(c.layers):
+            w = jax.tree.map(lambda a, i=i: a[i], blocks)
+            window = c.kinds[c.pattern[i]].window
+            y = norm(x, w.attn_norm, c.eps)
+            q = np.einsum("hdm,m->hd", w.q, y)
+            self.k[i].append(np.einsum("ndm,m->nd", w.k, y))
+            self.v[i].append(np.einsum("nem,m->ne", w.v, y))
+            out = []
+            for h in range(c.heads):
+                n = h * c.kv_heads // c.heads
+                see = list(range(now)) if kept is None else list(kept[i][n])
+                if window is not None:
+                    see = [p for p in see if p > now - window]
+                see.append(now)
+                at = np.arange(len(see)) if renumber else np.array(see)
+                base = c.kinds[c.pattern[i]].rope.base
+                keys = rope(np.stack([self.k[i][p][n] for p in see]), at, base)
+                s = keys @ rope(q[h][None], at[-1:], base)[0] * c.head_dim**-0.5
+                p = np.exp(s - s.max())
+                out.append(p @ np.stack([self.v[i][p][n] for p in see]) / p.sum())
+            x = x + np.einsum("mhe,he->m", w.o, np.stack(out))
+            y = norm(x, w.mlp_norm, c.eps)
+            gate = w.gate @ y
+            x = x + w.down @ (gate / (1 + np.exp(-gate)) * (w.up @ y))
+        return self.w.embed @ norm(x, self.w.norm, c.eps)
+
+    def norms(self, layer, head):
+        """Key norms of all tokens read so far: rotation does not change them."""
+        return np.array([np.linalg.norm(k[head]) for k in self.k[layer]])
+
+
+def norm(x, weight, eps):
+    return x / np.sqrt(np.mean(x * x) + eps) * weight
+
+
+def rope(x, at, base):
+    """Rotates the pairs (i, i + d/2) of x [s d] by the positions at [s]."""
+    half = x.shape[1] // 2
+    angle = at[:, None] * base ** (-np.arange(half) / half)
+    a, b = x[:, :half], x[:, half:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
+
+
+def held(cache, row=0):
+    """Arrivals that a row remembers and its next query sees: [layer][kv head], ascending.
+
+    Bodies: `pos` per slot (all ones or -1: empty) and `owner` per page, or base + slot below edge.
+    The tail: from edge on, or a sliding window short of the query itself.
+    """
+    cache = jax.tree.map(np.asarray, cache)
+    seen, edge = int(cache.seen[row]), int(cache.edge[row])
+    out = []
+    for group in cache.groups:
+        for i in range(group.stop - group.start):
+            low = edge if group.bodies else 0
+            low = low if group.window is None else max(0, seen - group.window + 1)
+            heads = [list(range(low, seen)) for _ in range(group.tail.k.shape[2])]
+            for body in group.bodies:
+                for head, arrival in _stored(body, i, row, edge, len(heads)):
+                    heads[head].append(arrival)
+            out.append([sorted(h) for h in heads])
+    return out
+
+
+def _stored(body, layer, row, edge, heads):
+    if body.pos is None:
+        base = int(body.base[layer, row])
+        last = min(edge, base + body.capacity)
+        return [(h, p) for h in range(heads) for p in range(base, last)]
+    pos = np.asarray(body.pos[layer, row]).astype(int)  # [r p s]
+    real = (pos >= 0) & (pos != EMPTY16)
+    owner = np.arange(len(pos))[:, None].repeat(pos.shape[1], 1)
+    if body.owner is not None:
+        own = np.asarray(body.owner[layer, row]).astype(int)
+        real &= (own >= 0)[..., None]
+        owner = owner * body.heads + own
+    return [(owner[r, p], pos[r, p, s]) for r, p, s in np.argwhere(real).tolist()]

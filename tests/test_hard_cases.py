@@ -1,0 +1,298 @@
+"""Hard cases 1, 2 and 3 of other projects: protected tokens, two counters, chunks of a prompt."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import PLAIN, generator, model
+from dense import Dense, held
+
+import kvjax
+from kvjax.cache import init
+from kvjax.cache.absorb import choose
+from kvjax.cache.recipes import RECIPES, REST, options_of, resolve
+from kvjax.cache.select import top
+from kvjax.errors import InputError
+from kvjax.scorers import Seen
+
+NAN, INF = float("nan"), float("inf")
+RAW = 2e-4  # float32 against float64, over tens of tokens; logits are of order 10
+INT8 = 0.5  # a key or value moves by up to 0.4% of its largest entry, in two layers
+
+
+def small(name, **options):
+    """A recipe of the table, with those of the options that it has."""
+    known = [*options_of(RECIPES[name].recipe), "codec"]
+    if RECIPES[name].recipe.window == REST:
+        options.pop("window", None)
+    return kvjax.recipe(name, **{k: v for k, v in options.items() if k in known})
+
+
+def _variants():
+    """(name, when, positions) of every way that the table allows, and of those it refuses."""
+    good, bad = [], []
+    for name in RECIPES:
+        known = options_of(RECIPES[name].recipe)
+        ways = itertools.product(("during", "after"), ("keep", "rerot", "read"))
+        for when, positions in ways if "when" in known else [("during", "keep")]:
+            made = small(name, when=when, positions=positions, slots=12, sinks=4, window=4)
+            try:
+                init.check(PLAIN, resolve(made, 64), 64)
+                good.append((name, when, positions))
+            except InputError:
+                bad.append((name, when, positions))
+    return good, bad
+
+
+VARIANTS, REFUSED = _variants()
+FIRST = list({v[:2]: v for v in reversed(VARIANTS)}.values())[::-1]
+"""One way of placing positions for each recipe and time of compressing."""
+CHOOSING = [name for name in RECIPES if RECIPES[name].recipe.choice is not None]
+
+
+# --- case 1: NVIDIA/kvpress#226, protection expressed as a score ---
+
+
+@pytest.mark.parametrize(
+    "scores, fourth",
+    [
+        ([1.0] * 8, 0),
+        ([5, 5, 5, 5, 0, 0, 0, 0], 0),
+        ([1, 1, NAN, 1, 1, 1, 1, 1], 0),
+        ([NAN, 1, 1, 1, 1, 1, 1, 1], 1),
+        ([NAN, NAN, 3, NAN, 4, NAN, NAN, NAN], 4),
+        ([NAN] * 8, 0),
+        ([-INF] * 8, 0),
+        ([INF] * 8, 0),
+        ([-INF, -INF, -3e38, -INF, -INF, INF, INF, INF], 2),
+    ],
+)
+def test_protected_are_kept_whatever_the_scores(scores, fourth):
+    protected = jnp.arange(8) >= 5
+    keep = top(jnp.array(scores), jnp.ones(8, bool), protected, jnp.arange(8), jnp.int32(4))
+    assert np.flatnonzero(keep).tolist() == [fourth, 5, 6, 7]
+
+
+def test_ties_go_to_the_lowest_position_in_any_slot_order():
+    order = np.array([6, 2, 7, 0, 5, 3, 1, 4])  # position of each slot
+    every = jnp.ones(8, bool)
+    keep = top(jnp.ones(8), every, jnp.asarray(order >= 5), jnp.asarray(order), jnp.int32(4))
+    assert sorted(order[np.asarray(keep)].tolist()) == [0, 5, 6, 7]
+
+
+@pytest.mark.parametrize("count, kept", [(0, []), (2, [5, 6]), (3, [5, 6, 7]), (9, list(range(8)))])
+def test_a_budget_below_the_protected_keeps_their_lowest(count, kept):
+    """The rule that `top` documents; nothing outside the protected can take their place."""
+    keep = top(jnp.ones(8), jnp.ones(8, bool), jnp.arange(8) >= 5, jnp.arange(8), jnp.int32(count))
+    assert np.flatnonzero(keep).tolist() == kept
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+@pytest.mark.parametrize("score", [1.0, NAN, INF])
+def test_choosing_protects_sinks_and_never_prefers_nan(name, score):
+    """Slots 6 and 7 are empty; every score is equal, but that of slot 3 may be NaN or infinite."""
+    recipe = small(name, slots=4, sinks=2, window=0, kernel=1)
+    k = jnp.ones((1, 2, 8, 4)).at[:, :, 3].set(score)
+    sums = jnp.ones((1, 4, 8)).at[:, :, 3].set(score if score == score else NAN)
+    pos = jnp.where(jnp.arange(8) < 6, jnp.arange(8), -1)
+    seen = Seen(k, k, jnp.broadcast_to(pos, (1, 2, 8)), jnp.array([6]), {"sums": sums})
+    kept = choose(seen, jnp.array([4]), recipe)
+    by_mass = RECIPES[name].recipe.choice.scorer.name == "window_attention"
+    for head in np.asarray(kept[0]):
+        ids = np.flatnonzero(head).tolist()
+        assert len(ids) == 4 and ids[:2] == [0, 1] and max(ids) < 6
+        if name == "streaming_llm":  # the scores are the positions
+            assert ids == [0, 1, 2, 3]
+        elif score == 1.0:
+            assert ids == [0, 1, 2, 3]
+        elif score != score or not by_mass:  # an infinite norm is the worst, like NaN
+            assert ids == [0, 1, 2, 4]
+        else:  # infinite attention is the best
+            assert ids == [0, 1, 2, 3]
+
+
+@functools.cache
+def constant_keys():
+    """A model whose keys are all zero: all norms tie, and attention is uniform."""
+    made = model(PLAIN)
+    blocks = made.params.blocks
+    params = made.params.replace(blocks=blocks.replace(k=jnp.zeros_like(blocks.k)))
+    return kvjax.Model(params, PLAIN, None)
+
+
+@pytest.mark.parametrize("name, when, positions", [v for v in FIRST if v[0] in CHOOSING])
+def test_constant_keys_keep_the_window(name, when, positions):
+    """T 8, budget 4, window 3: {5, 6, 7}, and the lowest index of those that tie."""
+    recipe = small(name, when=when, positions=positions, slots=4, sinks=1, window=3,
+                   kernel=1, stride=2, page=4)  # fmt: skip
+    ids = np.arange(8)[None]
+    _, cache = kvjax.prefill(constant_keys(), ids, recipe, max_length=16, logits="none")
+    assert held(cache) == [[[0, 5, 6, 7]] * 2] * 2
+
+
+@pytest.mark.parametrize("name", [v[0] for v in VARIANTS if v[:2] == (v[0], "during")])
+def test_more_protected_than_room_is_refused(name):
+    if name not in CHOOSING:
+        pytest.skip("keeps every token")
+    recipe = small(name, when="during", positions="keep", slots=6, sinks=4, window=3)
+    if RECIPES[name].recipe.window == REST:  # the window is what the sinks leave
+        recipe = small(name, slots=4, sinks=4)
+    with pytest.raises(InputError, match="sinks"):
+        kvjax.init_cache(PLAIN, recipe, 1, 64)
+
+
+# --- case 2: VeloxQuant-MLX#171, rows stored and next position in one counter ---
+
+IDS = generator("hard cases").integers(0, PLAIN.vocab, 64)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _one(cache, token):
+    made = model(PLAIN)
+    logits, cache = kvjax.step(made.params, PLAIN, cache, token)
+    return logits[0, 0], kvjax.compress(cache)
+
+
+def feed(cache, tokens, dense, renumber):
+    """Reads one token at a time with both; the reference sees what the cache holds just then."""
+    for token in tokens:
+        kept = held(cache)
+        logits, cache = _one(cache, jnp.full((1, 1), token, jnp.int32))
+        expected = dense.read(token, kept, renumber)
+    return cache, logits, expected
+
+
+@functools.cache
+def read_exactly():
+    dense = Dense(model(PLAIN).params, PLAIN)
+    cache = kvjax.init_cache(PLAIN, kvjax.recipe("exact"), 1, 64)
+    return *feed(cache, IDS[:40], dense, False), dense
+
+
+def copy_of(dense):
+    made = Dense(dense.w, dense.config)
+    made.k, made.v = ([list(layer) for layer in x] for x in (dense.k, dense.v))
+    return made
+
+
+def best_norms(dense, layer, head, newest, count):
+    """Sinks 0..3, and the smallest key norms of 4..newest."""
+    norms = dense.norms(layer, head)[4 : newest + 1]
+    return sorted([*range(4), *(4 + np.argsort(norms)[:count]).tolist()])
+
+
+def _tiers():
+    """Each recipe and time once, a pool and a body renumbered; the rest in the full suite."""
+    short = {*FIRST, ("key_norm", "after", "rerot"), ("ada_snapkv", "after", "rerot"),
+             ("streaming_llm", "during", "read")}  # fmt: skip
+    return [v if v in short else pytest.param(*v, marks=pytest.mark.full) for v in VARIANTS]
+
+
+@pytest.mark.parametrize("name, when, positions", _tiers())
+def test_next_position_and_rows_are_two_numbers(name, when, positions):
+    recipe = small(name, when=when, positions=positions, slots=12, sinks=4, window=4,
+                   stride=1, page=4)  # fmt: skip
+    choice, renumber = RECIPES[name].recipe.choice, positions != "keep"
+    if when == "after":
+        exact, *_, dense = read_exactly()
+        dense = copy_of(dense)
+        cache = kvjax.condense(model(PLAIN), exact, recipe, tokens=IDS[None, :40])
+    else:
+        dense = Dense(model(PLAIN).params, PLAIN)
+        cache = kvjax.init_cache(PLAIN, recipe, 1, 64)
+        cache, *_ = feed(cache, IDS[:40], dense, renumber)
+    kept = held(cache)
+    rows = 40 if choice is None else 12
+    assert int(cache.seen[0]) == 40
+    assert int(cache.clock[0]) == (rows if renumber else 40)
+    for heads in kept:
+        assert sum(map(len, heads)) == rows * len(heads)  # a pool: on average
+        for arrivals in heads:
+            assert len(set(arrivals)) == len(arrivals) and arrivals[-4:] == [36, 37, 38, 39]
+    for layer, head in itertools.product(range(2), range(2)):
+        if name == "streaming_llm" and when == "during":
+            assert kept[layer][head] == [0, 1, 2, 3, *range(32, 40)]
+        if name == "key_norm":
+            best = best_norms(dense, layer, head, 35, 4)
+            assert kept[layer][head] == [*best, 36, 37, 38, 39]
+    # token 41 and five more, which after-condense recipes keep in addition
+    tolerance = RAW if recipe.store is None or recipe.store.k.name == "raw" else INT8
+    for token in IDS[40:46]:
+        cache, logits, expected = feed(cache, [token], dense, renumber)
+        np.testing.assert_allclose(logits, expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("name, when, positions", REFUSED)
+def test_what_cannot_renumber_is_refused(name, when, positions):
+    recipe = small(name, when=when, positions=positions, slots=12, sinks=4, window=4)
+    with pytest.raises(InputError):
+        kvjax.prefill(model(PLAIN), IDS[None, :8], recipe, max_length=64)
+
+
+# --- case 3: VeloxQuant-MLX#84, each chunk taken for a whole prompt ---
+
+SPLITS = {"1x64": [64], "4x16": [16] * 4, "7,7,...,1": [7] * 9 + [1]}
+STREAMING = sorted({v[0] for v in VARIANTS if v[1] == "during" and v[0] in CHOOSING})
+
+
+_absorb = jax.jit(kvjax.absorb_long)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("name", STREAMING)
+def test_chunks_are_one_prompt(name, codec):
+    """Given keys and values: the same 16 rows for every split, and never more on the way.
+
+    Two rows of 64 and 41 tokens, so that a row can also end in the middle of a chunk.
+    """
+    recipe = small(name, when="during", positions="keep", slots=16, sinks=4, window=4, page=4,
+                   codec=codec)  # fmt: skip
+    rng, lengths = generator("chunks"), np.array([64, 41])
+    k, v = rng.normal(size=(2, 2, 2, 64, 2, 16)).astype(np.float32)  # [l b t n d]
+    found = []
+    for split in SPLITS.values():
+        cache, start = kvjax.init_cache(PLAIN, recipe, 2, 64), 0
+        for size in split:
+            count = np.clip(lengths - start, 0, size)
+            wide = np.zeros((2, 2, max(split), 2, 16), np.float32)  # one shape a split
+            wide[:, :, :size] = k[:, :, start : start + size]
+            other = np.zeros_like(wide)
+            other[:, :, :size] = v[:, :, start : start + size]
+            new = kvjax.Tokens(jnp.asarray(wide), jnp.asarray(other))
+            cache = _absorb(cache, new, jnp.asarray(count))
+            start += size
+            for row in range(2):
+                assert all(len(a) <= 16 for heads in held(cache, row) for a in heads)
+        found.append([held(cache, row) for row in range(2)])
+    assert found[0] == found[1] == found[2]
+    for row, length in enumerate(lengths.tolist()):
+        for layer, head in itertools.product(range(2), range(2)):
+            arrivals = found[0][row][layer][head]
+            assert len(arrivals) == 16 and arrivals[:4] == [0, 1, 2, 3]
+            assert arrivals[-4:] == list(range(length - 4, length))
+            if name == "key_norm":
+                norms = np.linalg.norm(k[layer, row, 4 : length - 4, head], axis=-1)
+                assert arrivals[4:-4] == sorted((4 + np.argsort(norms)[:8]).tolist())
+            if name == "streaming_llm":
+                assert arrivals == [0, 1, 2, 3, *range(length - 12, length)]
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_prefill_in_chunks_keeps_the_same(name):
+    """Through the model. Streaming, the keys of later layers depend on the cuts: layer 0 only."""
+    when = "during" if name in STREAMING else "after"
+    recipe = small(name, when=when, positions="keep", slots=16, sinks=4, window=4, page=4)
+    made = []
+    for split in SPLITS.values():
+        _, cache = kvjax.prefill(model(PLAIN), IDS[None], recipe, max_length=64, chunk=split[0],
+                                 logits="none")  # fmt: skip
+        made.append(held(cache)[: 1 if when == "during" else 2])
+        for heads in held(cache):
+            assert sum(map(len, heads)) == 16 * len(heads)
+            for arrivals in heads:
+                assert arrivals[-4:] == [60, 61, 62, 63]
+                assert recipe.choice.budget.name == "pooled" or arrivals[:4] == [0, 1, 2, 3]
+    assert made[0] == made[1] == made[2]

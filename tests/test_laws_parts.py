@@ -1,0 +1,401 @@
+"""Laws of the parts: attention and its merge, mass, gradients, choosing, codecs, scorers."""
+
+import dataclasses
+import functools
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    CASES,
+    DRAFT,
+    HYBRID,
+    LENGTHS,
+    LONGEST,
+    MAX,
+    PLAIN,
+    ROWS,
+    arrivals,
+    cuts,
+    dense,
+    feed,
+    filled,
+    generator,
+    look,
+    model,
+    random_ids,
+    random_tokens,
+    rope,
+    small,
+)  # fmt: skip
+
+import kvjax
+from kvjax import budgets, codecs, scorers
+from kvjax.attention import Query, attend_rows, mass, merge
+from kvjax.cache import cache as cache_parts
+from kvjax.cache.select import ids, top
+from kvjax.codecs import CODECS
+from kvjax.config import Rope, Spec
+from kvjax.scorers import SCORERS, Seen
+
+B, N, G, D, E = 2, 2, 2, 16, 8
+SCALE = 0.25
+F32 = 2e-6  # values are of size 1 and sums have up to 40 terms: a few roundings of 6e-8
+
+
+_rows = jax.jit(attend_rows, static_argnames="block")
+_mass = jax.jit(mass, static_argnums=4)
+
+
+def attention_inputs(t, s, *words):
+    """q [b t h d], k [b n s d], v [b n s e], pos [b n s] with holes, and the queries' pos [b t]."""
+    rng = generator("attention", t, s, *words)
+    q, k, v = (rng.normal(size=x).astype(np.float32)
+               for x in ((B, t, N * G, D), (B, N, s, D), (B, N, s, E)))  # fmt: skip
+    pos = np.stack([[rng.permutation(s) for _ in range(N)] for _ in range(B)])
+    pos = np.where(rng.random(pos.shape) < 0.2, -1, pos).astype(np.int32)
+    at = (s - t + np.arange(t) + np.zeros((B, 1))).astype(np.int32)
+    at[1, -1] = -1  # padding
+    return q, k, v, pos, at
+
+
+def mask(pos, at, window=None):
+    """What each query sees, [b n t s], by the definition."""
+    p, a = pos[:, :, None, :], at[:, None, :, None]
+    see = (p >= 0) & (a >= 0) & (p <= a)
+    return see if window is None else see & (p > a - window)
+
+
+def oracle(q, k, v, pos, at, window=None):
+    see, out = mask(pos, at, window), []
+    for b, h in np.ndindex(B, N * G):
+        out.append(dense(q[b, :, h], k[b, h // G], v[b, h // G], see[b, h // G], SCALE))
+    o, lse = (np.stack(x) for x in zip(*out, strict=True))
+    t = q.shape[1]
+    return o.reshape(B, N * G, t, -1).swapaxes(1, 2), lse.reshape(B, N * G, t).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("t,s,block,window", [(3, 40, 512, None), (70, 75, 16, None),
+                                              (40, 90, 16, 7), (20, 40, 7, 30)])  # fmt: skip
+def test_attention_in_blocks(t, s, block, window):
+    """Blocks of keys and queries, windows, holes and padding give dense float64 attention."""
+    q, k, v, pos, at = attention_inputs(t, s)
+    query = Query(jnp.asarray(q), jnp.asarray(at), SCALE, window)
+    out, lse = _rows(query, *map(jnp.asarray, (k, v, pos)), block=block)
+    want, total = oracle(q, k, v, pos, at, window)
+    np.testing.assert_allclose(out, want, rtol=F32, atol=F32)
+    np.testing.assert_allclose(lse, total, rtol=F32, atol=F32)
+    assert not np.asarray(out)[1, -1].any() and (np.asarray(lse)[1, -1] == -1e30).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_merge(seed):
+    """Any partition of the slots merges to the whole, in any order, empty pieces included."""
+    q, k, v, pos, at = attention_inputs(4, 24, seed)
+    rng = generator("merge", seed)
+    part = rng.integers(0, 4, 24)
+    part[part == 3] = 2  # piece 3 stays empty
+    query = Query(jnp.asarray(q), jnp.asarray(at), SCALE)
+    whole = oracle(q, k, v, pos, at)
+    some = []
+    for i in rng.permutation(4):  # a piece is the slots of its number, the others empty
+        mine = jnp.asarray(np.where(part == i, pos, -1))
+        some.append(_rows(query, jnp.asarray(k), jnp.asarray(v), mine))
+    left = merge(merge(merge(some[0], some[1]), some[2]), some[3])
+    tree = merge(merge(some[3], some[1]), merge(some[2], some[0]))
+    for got in (left, tree):
+        np.testing.assert_allclose(got[0], whole[0], rtol=F32, atol=F32)
+        np.testing.assert_allclose(got[1], whole[1], rtol=F32, atol=F32)
+
+
+@pytest.mark.parametrize("t,s,rows", [(5, 30, (0, None)), (5, 30, (1, 3)), (40, 600, (8, None))])
+def test_mass(t, s, rows):
+    """Mass is the column sums and maxima of the dense softmax, over the queries asked for."""
+    q, k, v, pos, at = attention_inputs(t, s)
+    query = Query(jnp.asarray(q), jnp.asarray(at), SCALE)
+    lse = oracle(q, k, v, pos, at)[1]
+    lse32 = jnp.asarray(lse, jnp.float32)
+    sums, maxima = _mass(query, jnp.asarray(k), jnp.asarray(pos), lse32, rows)
+    see = mask(pos, at)
+    for b, h in np.ndindex(B, N * G):
+        logits = np.float64(q[b, :, h]) @ np.float64(k[b, h // G]).T * SCALE
+        logits = np.where(see[b, h // G], logits, -np.inf)
+        p = np.exp(logits - lse[b, :, h][:, None])[rows[0] : rows[1]]
+        np.testing.assert_allclose(
+            sums[b, h], p.sum(0), rtol=1e-5, atol=F32
+        )  # exp of a rounded lse
+        np.testing.assert_allclose(maxima[b, h], p.max(0), rtol=1e-5, atol=F32)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def attend(layer, query, at, recipe, rope):
+    """Attention of one layer to all its memory."""
+    return cache_parts.merge_all(cache_parts.attend(layer, query, at, recipe, rope)[0])
+
+
+@pytest.mark.parametrize("name", ["ada_snapkv", "key_norm during", "int8,raw"])
+def test_attention_of_a_body(name):
+    """Attention to bodies (pools of owned pages too) and tail is dense, to their entries."""
+    case = CASES[name]
+    cache = filled(case)
+    q = generator("q", name).normal(size=(ROWS, DRAFT, N * G, D)).astype(np.float32)
+    at = np.asarray(cache.seen)[:, None] + np.arange(DRAFT, dtype=np.int32)
+    (group,) = cache.groups
+    tail, (pos,) = arrivals(cache, group)
+    (body,), pair = group.bodies, codecs.pair(case.recipe.store)
+    read = [np.asarray(x) for x in pair.decode(body.codes, jnp.float32)]  # [l b r p s d]
+    layer = jax.tree.map(lambda x: x[1], group)
+    query = Query(jnp.asarray(q), jnp.asarray(at), SCALE)
+    got, lse = attend(layer, query, cache_parts.places(cache, group), case.recipe, Rope())
+    for b, h in np.ndindex(ROWS, N * G):
+        n = h // G
+        mine = pos[1, b, 0] if body.owner is not None else pos[1, b, n]
+        if body.owner is not None:
+            mine = np.where(np.asarray(body.owner)[1, b, 0][:, None] == n, mine, -1)
+        r = 0 if body.owner is not None else n
+        k, v = (np.concatenate([x[1, b, r].reshape(-1, D), np.asarray(ring)[1, b, n]])
+                for x, ring in zip(read, (group.tail.k, group.tail.v), strict=True))  # fmt: skip
+        held = np.concatenate([mine.ravel(), tail[b]]) >= 0
+        want, total = dense(q[b, :, h], k, v, np.tile(held, (DRAFT, 1)), SCALE)
+        np.testing.assert_allclose(got[b, :, h], want, rtol=F32, atol=F32)
+        np.testing.assert_allclose(lse[b, :, h], total, rtol=F32, atol=F32)
+
+
+def test_read_positions():
+    """StreamingLLM attends to sinks and window with rotations 0, 1, 2, ... whatever their age.
+
+    24 entries of 48: 4 sinks and a window of 20. Of 25 tokens, 0-3 and 5-24 stay; the query comes
+    next, at rank 24. Angles up to 24 are rounded to 1e-6 of a turn in float32: 1e-5.
+    """
+    case = CASES["streaming_llm"]
+    tokens = random_tokens(LONGEST, "read")
+    cache = kvjax.init_cache(PLAIN, case.recipe, 2, 48)
+    cache = feed(cache, tokens, cuts(generator("read"), (25, 25)))
+    assert np.asarray(cache.clock).tolist() == [24, 24]
+    q = generator("read q").normal(size=(2, 1, N * G, D)).astype(np.float32)
+    base = PLAIN.kinds[0].rope.base
+    turned = rope(q, np.full((2, 1, 1), 24), base).astype(np.float32)
+    query = Query(jnp.asarray(turned), cache.seen[:, None], SCALE)
+    layer = jax.tree.map(lambda x: x[0], cache.groups[0])
+    at = cache_parts.places(cache, cache.groups[0])
+    got, _ = attend(layer, query, at, case.recipe, PLAIN.kinds[0].rope)
+    kept = [*range(4), *range(5, 25)]
+    k, v = (np.asarray(x)[0][:, kept].swapaxes(1, 2) for x in (tokens.k, tokens.v))
+    k = rope(k, np.arange(24), base)
+    for b, h in np.ndindex(2, N * G):
+        see = np.ones((1, 24), bool)
+        want, _ = dense(
+            rope(q[b, :, h], np.array([24]), base), k[b, h // G], v[b, h // G], see, SCALE
+        )
+        np.testing.assert_allclose(got[b, :, h], want, rtol=0, atol=1e-5)
+
+
+def test_rerot_positions():
+    """After rerot, keys are those of the kept tokens placed at 0, 1, 2, ...: moved from 10 to 3, a
+    key is as if it had come at 3. Rotations in float32 of angles below 25: 1e-5."""
+    one, two = (filled(CASES[n]) for n in ("key_norm", "key_norm rerot"))
+    base = PLAIN.kinds[0].rope.base
+    a, b = (c.groups[0].bodies[0] for c in (one, two))
+    pos = np.asarray(a.pos).astype(int)
+    assert np.array_equal(pos, b.pos)
+    real = (pos != 65535).reshape(*pos.shape[:3], -1)
+    rank = np.cumsum(real, -1) - 1
+    age = pos.reshape(real.shape)
+    flat = [np.asarray(x.codes[0]).reshape(*real.shape, D) for x in (a, b)]
+    want = rope(flat[0], rank - age, base)
+    np.testing.assert_allclose(flat[1][real], want[real], rtol=0, atol=1e-5 * np.abs(want).max())
+    kept = [12, 9]  # half of 25 and 18, rounded to even
+    assert np.asarray(two.clock).tolist() == kept and real[0].sum(-1).tolist() == [[8, 8], [5, 5]]
+    tails = [np.asarray(c.groups[0].tail.k) for c in (one, two)]
+    for row, (n, count) in enumerate(zip((25, 18), kept, strict=True)):
+        for p in range(n - 4, n):
+            slot = p % tails[0].shape[3]
+            moved = rope(tails[0][:, row, :, slot], np.array(count - n), base)
+            got = tails[1][:, row, :, slot]
+            np.testing.assert_allclose(got, moved, rtol=0, atol=1e-5 * np.abs(moved).max())
+
+
+def test_rerot_leaves_sliding_windows_alone():
+    """A model of sliding layers only has nothing to condense: rerot changes none of its logits.
+
+    Rotary distances stay while both ends move: angles are rounded at other values, 1e-4.
+    """
+    config = dataclasses.replace(HYBRID, pattern=(1, 1))
+    whole, tokens = kvjax.Model(model().params, config, None), random_ids(LONGEST, 0)
+    args = dict(max_length=MAX, lengths=LENGTHS, logits="none")
+    exact = kvjax.prefill(whole, tokens, small("exact"), **args)[1]
+    turned = kvjax.condense(whole, exact, small("key_norm", positions="rerot"), tokens=tokens)
+    assert np.asarray(turned.clock).tolist() != np.asarray(exact.clock).tolist()
+    want, got = (look(whole.params, config, c, random_ids(DRAFT))[0] for c in (exact, turned))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+def test_gradients():
+    """Logits are differentiable, twice, through what a cache holds; empty slots get gradient 0.
+
+    The directional derivatives are compared with central differences of step 1e-2 and 3e-2, whose
+    truncation and float32 rounding are both below 1% of derivatives of this size.
+    """
+    case = CASES["key_norm during"]
+    cache, ids_ = filled(case), jnp.asarray(random_ids(DRAFT))
+    weights = model().params
+    leaves = lambda c: (c.groups[0].tail, c.groups[0].bodies[0].codes)  # noqa: E731
+
+    def f(held):
+        tail, codes = held
+        group = cache.groups[0]
+        group = group.replace(tail=tail, bodies=(group.bodies[0].replace(codes=codes),))
+        logits, _ = kvjax.look(weights, PLAIN, cache.replace(groups=(group,)), ids_)
+        return jnp.sum(jnp.sin(logits))
+
+    held = leaves(cache)
+    rng = generator("direction")
+    way = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32) * 0.1, held)
+    along = jax.jit(lambda a: f(jax.tree.map(lambda x, y: x + a * y, held, way)))
+    grad = jax.jit(jax.grad(f))(held)
+    first = sum(
+        float(jnp.vdot(x, y)) for x, y in zip(*map(jax.tree.leaves, (grad, way)), strict=True)
+    )
+    h = 1e-2
+    assert first == pytest.approx(float(along(h) - along(-h)) / (2 * h), rel=1e-2, abs=1e-3)
+    slope = jax.jit(jax.grad(along))
+    second = float(jax.jit(jax.grad(jax.grad(along)))(0.0))
+    assert second == pytest.approx(float(slope(h) - slope(-h)) / (2 * h), rel=1e-2, abs=1e-3)
+    tail, (pos,) = arrivals(cache, cache.groups[0])
+    for x in jax.tree.leaves(grad[0]):
+        assert not np.asarray(x).swapaxes(1, 2)[:, :, tail < 0].any()
+        assert np.asarray(x).swapaxes(1, 2)[:, :, tail >= 0].any()
+    for x in jax.tree.leaves(grad[1]):
+        assert not np.asarray(x)[pos < 0].any() and np.asarray(x)[pos >= 0].any()
+
+
+scores_of = st.one_of(
+    st.sampled_from([0.0, -0.0, 1.0, 2.0, np.nan, np.inf, -np.inf]),
+    st.floats(-100, 100, width=32, allow_subnormal=False),
+)
+
+
+@st.composite
+def choices(draw):
+    s = 12
+    scores = draw(hnp.arrays(np.float32, s, elements=scores_of))
+    valid, protected = (draw(hnp.arrays(bool, s)) for _ in range(2))
+    pos = np.array(draw(st.permutations(range(s))), np.int32)
+    return scores, valid, protected & valid, pos, draw(st.integers(-1, s + 1))
+
+
+_top = jax.jit(top)
+
+
+@hypothesis.given(choices())
+def test_select_against_a_sort(args):
+    """Kept are the first `count` by (protected, score, lowest position); NaN scores as -inf."""
+    scores, valid, protected, pos, count = args
+    value = np.where(np.isnan(scores), -np.inf, scores.astype(np.float64))
+    order = sorted(np.flatnonzero(valid), key=lambda i: (
+        (0, 0.0, pos[i]) if protected[i] else (1, -value[i], pos[i])))  # fmt: skip
+    want = np.isin(np.arange(len(pos)), order[: max(count, 0)])
+    got = np.asarray(_top(*map(jnp.asarray, (scores, valid, protected, pos, np.int32(count)))))
+    assert got.tolist() == want.tolist()
+
+
+def test_ids():
+    """Indices of true entries ascend; what is past the last is marked as not real."""
+    mask_ = generator("ids").random((3, 4, 9)) < 0.4
+    mask_[0, 0] = False
+    at, real = (np.asarray(x) for x in ids(jnp.asarray(mask_), 6))
+    for i in np.ndindex(3, 4):
+        want = np.flatnonzero(mask_[i])[:6]
+        assert at[i][real[i]].tolist() == want.tolist() and real[i].sum() == len(want)
+
+
+VECTORS = st.one_of(
+    hnp.arrays(np.float32, (3, D), elements=st.floats(-1000, 1000, width=32)),
+    st.just(np.zeros((3, D), np.float32)),
+    st.floats(-50, 50, width=32).map(lambda c: np.full((3, D), c, np.float32)),
+    hnp.arrays(np.float32, (3, D), elements=st.floats(-1, 1, width=32)).map(
+        lambda x: x + 300 * (np.arange(D) == 5).astype(np.float32)  # one channel is biased
+    ),
+    hnp.arrays(np.float32, (3, D), elements=st.floats(-1, 1, width=32)).map(lambda x: x * 1e-30),
+)
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("name", CODECS)
+@hypothesis.given(x=VECTORS)
+def test_codec(name, side, x):
+    """What is read back is within the bound the codec states, below half the vector's size."""
+    codec = codecs.build(Spec(name), side)
+    x = np.tile(x, (-(-codec.group // len(x)), 1))[: max(codec.group, 3)]
+    back = codec.decode(codec.encode(jnp.asarray(x), jnp.ones(len(x), bool)), jnp.float32)
+    bound = np.asarray(codec.bound(jnp.asarray(x)))
+    assert np.isfinite(back).all()
+    assert (np.abs(np.asarray(back) - x) <= bound[:, None]).all()
+    assert (bound <= np.abs(x).max(-1) * 0.5 + 1e-37).all()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_round_trip_passes_gradients(name):
+    """`round_trip` gives what is stored, and gradients as if nothing had been."""
+    pair = codecs.Pair(codecs.build(Spec(name), "k"), codecs.build(Spec(name), "v"))
+    x = jnp.asarray(generator("trip").normal(size=(2, max(pair.group, 4), D)).astype(np.float32))
+    stored = pair.decode(pair.encode(x, x), jnp.float32)[0]
+    f = lambda x: jnp.sum(jnp.square(pair.round_trip(x, x)[0]))  # noqa: E731
+    # x + (stored - x) rounds twice
+    np.testing.assert_allclose(pair.round_trip(x, x)[0], stored, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(f)(x), 2 * stored, rtol=0, atol=1e-5)
+
+
+def _seen(s, *words):
+    rng = generator("seen", s, *words)
+    k, v = (rng.normal(size=(B, N, s, D)).astype(np.float32) for _ in range(2))
+    pos = np.stack([[rng.permutation(s) for _ in range(N)] for _ in range(B)]).astype(np.int32)
+    return k, v, pos, rng.random((B, N * G, s)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_scorers_follow_a_permutation(name):
+    """Permuting the tokens permutes the scores, exactly: a token's score is its own.
+
+    A scorer that smooths along the text is looked at without smoothing.
+    """
+    options = (("kernel", 1),) if name == "window_attention" else ()
+    scorer = scorers.build(Spec(name, options))
+    k, v, pos, sums = _seen(11)
+    order = generator("order").permutation(11)
+
+    def scores(k, v, pos, sums):
+        evidence = {"sums": jnp.asarray(sums), "maxima": jnp.asarray(sums)}
+        length = jnp.full((B,), 11, jnp.int32)
+        return np.asarray(scorer(Seen(*map(jnp.asarray, (k, v, pos)), length, evidence)))
+
+    want = scores(k, v, pos, sums)
+    got = scores(k[:, :, order], v[:, :, order], pos[:, :, order], sums[:, :, order])
+    assert want.shape == (B, N, 11) and len(np.unique(want)) > 10
+    assert np.array_equal(got, want[:, :, order])
+
+
+@pytest.mark.parametrize("name", budgets.BUDGETS)
+def test_kept_scores_above_dropped(name):
+    """The least score kept is at least the largest dropped, protected and floors apart."""
+    k, _, pos, _ = _seen(20)
+    scores = generator("scores").normal(size=(B, N, 20)).astype(np.float32)
+    valid = pos < 17
+    count = np.array([6, 3], np.int32)
+    options = (("alpha", 0.0),) if name == "pooled" else ()
+    budget = budgets.build(Spec(name, options))
+    args = map(jnp.asarray, (scores, valid, pos < 2, pos, count))
+    keep = np.asarray(jax.jit(budget)(*args))
+    assert (keep <= valid).all() and keep[pos < 2].all()
+    apart = pos >= 2
+    for b in range(B):
+        assert keep[b].sum() == N * count[b]
+        sets = [np.s_[b]] if budget.pooled else [np.s_[b, n] for n in range(N)]
+        for at in sets:
+            kept = scores[at][keep[at] & apart[at]]
+            gone = scores[at][~keep[at] & valid[at] & apart[at]]
+            assert kept.min() > gone.max()

@@ -11,12 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvjax.eval import speed_report
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
 from kvjax import cli, commands, data, recipe
 from kvjax.errors import InputError, unknown
+from kvjax.eval import speed_report
 from kvjax.models import fetch, gguf_header, tokenizer
 
 ENGINES = {"kvjax": "kvjax_speed", "transformers": "transformers_speed"}

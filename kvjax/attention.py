@@ -129,7 +129,12 @@ def _scores(q, k, see, bias, group):
     A bias of EMPTY or less hides its slot: additive masks, and sums of them that overflow to -inf,
     act as masks.
     """
-    s = jnp.einsum("bnqd,bnsd->bnqs", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+    k = k.astype(q.dtype)
+    if q.shape[2] <= WHOLE:  # few queries: XLA's CPU product is faster with the keys first
+        s = jnp.einsum("bnsd,bnqd->bnsq", k, q, preferred_element_type=jnp.float32)
+        s = jnp.swapaxes(s, 2, 3)
+    else:
+        s = jnp.einsum("bnqd,bnsd->bnqs", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
         s = s + bias[:, :, None, :].astype(jnp.float32)
     see = jnp.tile(see, (1, 1, group, 1)) if group > 1 else see
@@ -140,14 +145,14 @@ def _scores(q, k, see, bias, group):
 
 def _softmax(q, k, v, see, bias, group):
     """One block: q [b n (g t) d], k [b n s d], v [b n s e], see [b n|1 t s]."""
-    s, see = _scores(q, k, see, bias, group)
+    s, _ = _scores(q, k, see, bias, group)
     top = jax.lax.stop_gradient(jnp.max(s, axis=-1))
-    p = jnp.where(see, jnp.exp(s - top[..., None]), 0.0)
-    total = jnp.sum(p, axis=-1)
-    some = total > 0
-    safe = jnp.where(some, total, 1.0)
+    p = jnp.exp(s - top[..., None])  # unseen logits are EMPTY: 0, unless the query sees nothing
+    some = top > EMPTY / 2
+    total = jnp.where(some, jnp.sum(p, axis=-1), 1.0)
     out = jnp.einsum("bnqs,bnse->bnqe", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return out / safe[..., None], jnp.where(some, top + jnp.log(safe), EMPTY)
+    out = jnp.where(some[..., None], out / total[..., None], 0.0)
+    return out, jnp.where(some, top + jnp.log(total), EMPTY)
 
 
 def merge(one, two):

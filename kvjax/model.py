@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 
 from kvjax.attention import Query, attend_rows
 from kvjax.cache.cache import Cache, Tokens, attend, merge_all, places, raw_keys
@@ -125,7 +126,8 @@ def _layer(config, kind, w, x, pos, turn, at, recipe, mine, observer):
         if observer is not None:
             tail = read(0, memory.tail.capacity)[0]
             seen = observer(Looked(query, tail, at.pos, k, out[1], y))
-    y = jnp.einsum("bthe,mhe->btm", out[0].astype(x.dtype), w.o)
+    y = rearrange(out[0].astype(x.dtype), "b t h e -> b t (h e)")
+    y = jnp.einsum("btf,mf->btm", y, rearrange(w.o, "m h e -> m (h e)"))
     if style.post_norms:
         y = rms_norm(y, w.post_attn_norm, eps, style)
     x = x + y
@@ -137,7 +139,8 @@ def _layer(config, kind, w, x, pos, turn, at, recipe, mine, observer):
 
 def _project(x, weight, bias):
     """[b t m] to [b t heads d]."""
-    y = jnp.einsum("btm,hdm->bthd", x, weight)
+    h, d, m = weight.shape  # one matrix: XLA's CPU product would transpose three axes elementwise
+    y = jnp.einsum("btm,fm->btf", x, weight.reshape(h * d, m)).reshape(*x.shape[:2], h, d)
     return y if bias is None else y + bias
 
 

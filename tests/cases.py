@@ -80,7 +80,7 @@ def _cases():
     }
     slow = (  # each of their parts is in a quicker case
         "key_norm during", "key_norm rerot", "snapkv int8", "int8 after", "raw during", "int8,raw",
-        "hybrid exact", "hybrid streaming_llm",
+        "ada_snapkv int8",         "hybrid exact", "hybrid streaming_llm",
     )  # fmt: skip
     return {k: Case(k, r, PLAIN, k not in slow) for k, r in made.items()} | {
         k: Case(k, r, HYBRID, k not in slow) for k, r in hybrid.items()
@@ -88,8 +88,9 @@ def _cases():
 
 
 CASES = _cases()
+QUICK = ("exact", "hybrid raw during", "streaming_llm", "ada_snapkv")
 LOSSLESS = {  # raw codec and room for all
-    name: Case(name, recipe, config, name not in ("hybrid exact", "raw during", "key_norm"))
+    name: Case(name, recipe, config, name in QUICK)
     for name, recipe, config in (
         ("exact", small("exact"), PLAIN),
         ("hybrid exact", small("exact"), HYBRID),

@@ -11,7 +11,11 @@ if "xla_force_host_platform_device_count" not in _flags:
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
 
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
 import jaxtyping  # noqa: E402
+
+# Tests compile thousands of tiny programs: this halves the time, and changes no result they state.
+jax.config.update("jax_disable_most_optimizations", True)
 
 # Every annotation with axis letters is checked while tests run, and never in production.
 jaxtyping.install_import_hook(["kvjax", "pallas_kernels"], "typecheck.functions_only")

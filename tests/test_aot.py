@@ -14,7 +14,7 @@ import pytest
 PROGRAM = Path(__file__).with_name("aot_program.py")
 KINDS = ("exact", "int8", "scored", "streaming", "snapkv", "snapkv_int8", "pooled")
 FAST = [
-    "exact:64:decode:1", "exact:128:decode:1", "int8:64:step:1", "scored:64:compress:1",
+    "exact:64:decode:1", "exact:128:decode:1", "int8:64:step:1", "int8:128:compress:1",
     "int8:128:append:1", "exact:128:step:4",
 ]  # fmt: skip
 ALL = [

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import PLAIN, generator, model
-from dense import Dense, held
+from hard import FIRST, REFUSED, TIERS, VARIANTS, Dense, fast_compile, held, small  # noqa: F401
 
 import kvjax
-from kvjax.cache import init
 from kvjax.cache.absorb import choose
-from kvjax.cache.recipes import RECIPES, REST, options_of, resolve
+from kvjax.cache.recipes import RECIPES, REST
 from kvjax.cache.select import top
 from kvjax.errors import InputError
 from kvjax.scorers import Seen
@@ -23,33 +22,6 @@ RAW = 2e-4  # float32 against float64, over tens of tokens; logits are of order 
 INT8 = 0.5  # a key or value moves by up to 0.4% of its largest entry, in two layers
 
 
-def small(name, **options):
-    """A recipe of the table, with those of the options that it has."""
-    known = [*options_of(RECIPES[name].recipe), "codec"]
-    if RECIPES[name].recipe.window == REST:
-        options.pop("window", None)
-    return kvjax.recipe(name, **{k: v for k, v in options.items() if k in known})
-
-
-def _variants():
-    """(name, when, positions) of every way that the table allows, and of those it refuses."""
-    good, bad = [], []
-    for name in RECIPES:
-        known = options_of(RECIPES[name].recipe)
-        ways = itertools.product(("during", "after"), ("keep", "rerot", "read"))
-        for when, positions in ways if "when" in known else [("during", "keep")]:
-            made = small(name, when=when, positions=positions, slots=12, sinks=4, window=4)
-            try:
-                init.check(PLAIN, resolve(made, 64), 64)
-                good.append((name, when, positions))
-            except InputError:
-                bad.append((name, when, positions))
-    return good, bad
-
-
-VARIANTS, REFUSED = _variants()
-FIRST = list({v[:2]: v for v in reversed(VARIANTS)}.values())[::-1]
-"""One way of placing positions for each recipe and time of compressing."""
 CHOOSING = [name for name in RECIPES if RECIPES[name].recipe.choice is not None]
 
 
@@ -186,8 +158,8 @@ def best_norms(dense, layer, head, newest, count):
 
 def _tiers():
     """Each recipe and time once, a pool and a body renumbered; the rest in the full suite."""
-    short = {*FIRST, ("key_norm", "after", "rerot"), ("ada_snapkv", "after", "rerot"),
-             ("streaming_llm", "during", "read")}  # fmt: skip
+    short = {v for v in FIRST if v in TIERS} | {("streaming_llm", "during", "read")}
+    short |= {("key_norm", "after", "rerot"), ("ada_snapkv", "after", "rerot")}
     return [v if v in short else pytest.param(*v, marks=pytest.mark.full) for v in VARIANTS]
 
 
@@ -241,7 +213,7 @@ STREAMING = sorted({v[0] for v in VARIANTS if v[1] == "during" and v[0] in CHOOS
 _absorb = jax.jit(kvjax.absorb_long)
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8"])
+@pytest.mark.parametrize("codec", ["raw", pytest.param("int8", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", STREAMING)
 def test_chunks_are_one_prompt(name, codec):
     """Given keys and values: the same 16 rows for every split, and never more on the way.
@@ -280,7 +252,9 @@ def test_chunks_are_one_prompt(name, codec):
                 assert arrivals == [0, 1, 2, 3, *range(length - 12, length)]
 
 
-@pytest.mark.parametrize("name", CHOOSING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full) if n in STREAMING else n for n in CHOOSING]
+)
 def test_prefill_in_chunks_keeps_the_same(name):
     """Through the model. Streaming, the keys of later layers depend on the cuts: layer 0 only."""
     when = "during" if name in STREAMING else "after"

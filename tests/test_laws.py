@@ -150,7 +150,7 @@ def test_rows_do_not_see_each_other(case):
     assert_same(row_of(one, 0), row_of(two, 0))
 
 
-@names([CASES[n] for n in ("hybrid int8", "key_norm during", "ada_snapkv int8", "streaming_llm")])
+@names([CASES[n] for n in ("hybrid int8", "key_norm during", "ada_snapkv", "snapkv int8")])
 def test_row_alone(case):
     """A row alone has the logits it has in a batch: 1e-6 of the largest, for other block sizes in
     the matrix products of one row."""

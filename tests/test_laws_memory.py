@@ -32,6 +32,7 @@ from cases import (
     row_of,
     run,
     small,
+    zeros,
 )
 
 import kvjax
@@ -177,7 +178,7 @@ def test_body_overflow_is_flagged():
     assert np.asarray(cache.flags).tolist() == [kvjax.OVERFLOW, 0]
 
 
-@pytest.mark.parametrize("name", ["exact", "int8", "key_norm during", "ada_snapkv int8"])
+@pytest.mark.parametrize("name", ["int8", "key_norm during int8,raw", "ada_snapkv"])
 def test_serving(name):
     """insert, select and reset move whole conversations and touch no other row."""
     case = CASES[name]

@@ -10,12 +10,12 @@ from jax.sharding import AxisType
 import kvjax
 from kvjax import sharding
 
-STEPS = 6
+STEPS = 8  # two strides
 full = pytest.mark.full
 KINDS = [  # a ring and a body in order; scored slots; a pool and what follows it; read by rank
     "hybrid int8",
     pytest.param("key_norm during", marks=full),
-    "ada_snapkv int8",
+    pytest.param("ada_snapkv int8", marks=full),
     pytest.param("streaming_llm", marks=full),
     pytest.param("hybrid exact", marks=full),
     pytest.param("snapkv", marks=full),

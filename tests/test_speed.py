@@ -6,11 +6,11 @@ import shlex
 import sys
 
 import pytest
-from kvjax.eval import speed
-from kvjax.eval import speed_report as report
 
 from kvjax import cli
 from kvjax.errors import InputError
+from kvjax.eval import speed
+from kvjax.eval import speed_report as report
 
 BAD = [
     ("--contexts 0", "--contexts takes whole numbers above 0, got '0'"),

@@ -217,7 +217,7 @@ def select(cache: Cache, rows: Int[Array, "r"]) -> Cache:
     return jax.tree.map(take, cache)
 
 
-def insert(cache: Cache, row: int, other: Cache) -> Cache:
+def insert(cache: Cache, row: int | Int[Array, ""], other: Cache) -> Cache:
     """Puts the one conversation of `other` in a row of a batch; both of one recipe and size."""
     if other.batch != 1:
         raise InputError(f"insert takes a cache of one row, got {other.batch}; use select first")
@@ -236,7 +236,7 @@ def insert(cache: Cache, row: int, other: Cache) -> Cache:
     return jax.tree.map(put, cache, other)
 
 
-def reset(cache: Cache, row: int) -> Cache:
+def reset(cache: Cache, row: int | Int[Array, ""]) -> Cache:
     """Forgets a row: it is ready for a new conversation, with its budget as before."""
     here = jnp.arange(cache.batch) == row
     zero = lambda x: jnp.where(here, 0, x)  # noqa: E731

@@ -9,6 +9,7 @@ from kvjax import codecs
 from kvjax.cache import init, state
 from kvjax.cache.cache import Cache, LayerCache, Tail, takes_more
 from kvjax.cache.slots import Slots, pos_dtype
+from kvjax.cache.state import State
 from kvjax.config import ModelConfig
 from kvjax.errors import InputError
 
@@ -179,6 +180,8 @@ def check_values(cache: Cache) -> None:
             room = np.full_like(seen, group.tail.capacity)
             _order(f"tokens in {where}.tail", seen - low, "its slots", room)
         for body in group.bodies:
+            if isinstance(body, State):
+                continue
             base = np.asarray(body.base)
             _order("0", np.zeros_like(base), f"{where} base", base)
             _order(f"{where} base", base, "edge", np.broadcast_to(edge, base.shape))

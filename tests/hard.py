@@ -1,13 +1,74 @@
-"""A decoder written in float64 NumPy that sees exactly the tokens it is told to see.
+"""What the hard cases share: the ways of every recipe, a reference, and what a cache holds.
 
-It shares no code with kvjax: plain softmax over a list of positions, one token at a time. And
-`held`, which reads from the leaves of a cache which tokens it remembers.
+`Dense` is a decoder written in float64 NumPy that sees exactly the tokens it is told to see. It
+shares no code with kvjax: plain softmax over a list of positions, one token at a time.
 """
+
+import itertools
 
 import jax
 import numpy as np
+import pytest
+from cases import PLAIN
+
+import kvjax
+from kvjax.cache import init
+from kvjax.cache.recipes import RECIPES, REST, options_of, resolve
+from kvjax.errors import InputError
 
 EMPTY16 = 65535  # what an empty slot's two-byte position is
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_compile():
+    """Compiling takes most of these tests' time, and they run tiny shapes a few times."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def small(name, **options):
+    """A recipe of the table, with those of the options that it has."""
+    known = [*options_of(RECIPES[name].recipe), "codec"]
+    if RECIPES[name].recipe.window == REST:
+        options.pop("window", None)
+    return kvjax.recipe(name, **{k: v for k, v in options.items() if k in known})
+
+
+def _variants():
+    """(name, when, positions) of every way that the table allows, and of those it refuses."""
+    good, bad = [], []
+    for name in RECIPES:
+        known = options_of(RECIPES[name].recipe)
+        ways = itertools.product(("during", "after"), ("keep", "rerot", "read"))
+        for when, positions in ways if "when" in known else [("during", "keep")]:
+            made = small(name, when=when, positions=positions, slots=12, sinks=4, window=4)
+            try:
+                init.check(PLAIN, resolve(made, 64), 64)
+                good.append((name, when, positions))
+            except InputError:
+                bad.append((name, when, positions))
+    return good, bad
+
+
+VARIANTS, REFUSED = _variants()
+FIRST = list({v[:2]: v for v in reversed(VARIANTS)}.values())[::-1]
+"""One way of placing positions for each recipe and time of compressing."""
+
+
+def longer(values, *names):
+    """Parameters, those of these names marked for the full suite: others nearly repeat them."""
+    out = []
+    for value in values:
+        value = value if isinstance(value, tuple) else (value,)
+        out.append(pytest.param(*value, marks=[pytest.mark.full] if value[0] in names else []))
+    return out
+
+
+SKIPPED = [v for v in FIRST if v[:2] in (("int8", "after"), ("streaming_llm", "after"))]
+TIERS = [pytest.param(*v, marks=pytest.mark.full) if v in SKIPPED else v for v in FIRST]
+"""FIRST, with what the others nearly repeat marked for the full suite."""
 
 
 class Dense:

@@ -155,7 +155,8 @@ def measure(job, pythons, repeats):
         machine = turn("kvjax", pythons["kvjax"], job | {"task": "machine"}, tick)
         for pair, what, name in order:
             bar.advance(task)
-            made = turn(name, pythons[name], job | {"task": what}, tick)
+            own = {"task": what} if name == "kvjax" else {"task": what, "recipes": ["exact"]}
+            made = turn(name, pythons[name], job | own, tick)
             turns[name][pair] |= made
             lines.append({"kind": "turn", "engine": name, "pair": pair, "task": what} | made)
     return turns, machine, lines

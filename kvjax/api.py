@@ -17,7 +17,7 @@ from kvjax.cache.recipes import resolve
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.errors import InputError
 from kvjax.model import look, observe
-from kvjax.params import Params
+from kvjax.params import Params, apart
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ def load(
     )
     if mesh is not None:
         params = sharding.place(params, sharding.param_specs(params, mesh), mesh)
+    elif jax.default_backend() == "cpu":
+        params = apart(params)
     return Model(params, config, tok, mesh=mesh)
 
 

@@ -7,6 +7,7 @@ import typing
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax import leaf_file, sharding
@@ -17,6 +18,7 @@ from kvjax.cache.state import State
 from kvjax.cache.valid import check_shapes, check_values, same, short
 from kvjax.config import CacheRecipe, from_json, to_json
 from kvjax.errors import InputError
+from kvjax.params import abstract_params
 
 TYPES: dict[str, typing.Any] = {t.__name__: t for t in (Cache, LayerCache, Tail, Slots, State)}
 """The nodes that a file may name. Nothing is imported or unpickled by name."""
@@ -91,26 +93,37 @@ def identity(model) -> dict:
     """Which model this is: its config, and a sha256 over a sample of every weight.
 
     The sample has up to 512 rows of the leading axis, so that every layer counts, and of each the
-    first 64 entries at the middle of the axes between. Equal on every mesh.
+    first 64 entries at the middle of the axes between. Equal on every mesh, and for weights that
+    are stacked or apart.
     """
     digest = hashlib.sha256()
     samples = jax.tree.leaves(_samples(model.params))
-    for (at, x), part in zip(jax.tree.leaves_with_path(model.params), samples, strict=True):
-        digest.update(f"{jax.tree_util.keystr(at)} {x.dtype} {x.shape}".encode())
+    whole = abstract_params(model.config, model.params.embed.dtype)
+    for (at, x), part in zip(jax.tree.leaves_with_path(whole), samples, strict=True):
+        digest.update(f"{jax.tree_util.keystr(at)} {part.dtype} {x.shape}".encode())
         digest.update(np.asarray(part).reshape(-1).view(np.uint8).data)
     return {"config": json.loads(to_json(model.config)), "weights": digest.hexdigest()}
 
 
 @jax.jit
 def _samples(params):
-    return jax.tree.map(_sample, params)
+    if isinstance(params.blocks, tuple):  # layers apart: sampled one by one, then stacked
+        one = [jax.tree.map(lambda x: _sample(x[None])[0], block) for block in params.blocks]
+        blocks = jax.tree.map(lambda *x: _rows(jnp.stack(x)), *one)
+    else:
+        blocks = jax.tree.map(_sample, params.blocks)
+    return jax.tree.map(_sample, params.replace(blocks=None)).replace(blocks=blocks)
 
 
 def _sample(x):
-    x = x[:: max(1, x.shape[0] // 256)] if x.ndim else x
+    x = _rows(x)
     while x.ndim > 2:
         x = x[:, x.shape[1] // 2]
     return x[:, :64] if x.ndim == 2 else x
+
+
+def _rows(x):
+    return x[:: max(1, x.shape[0] // 256)]
 
 
 def _same_model(name, saved, mine):

@@ -1,5 +1,7 @@
 """One code path for every family: training, prefill, decoding and verification are `look`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -83,35 +85,44 @@ def _run(params, config, cache, group, x, pos, rotary, tables, observer):
     recipe = None if cache is None else cache.recipe
     tables = jax.tree.map(lambda x: x[start:stop], tables)
 
+    weights, use = _weights(params.blocks, start, stop, indexed=cache is not None)
+
     def layer(x, inputs):
-        block, *mine = inputs
-        return _layer(config, kind, block, x, pos, turn, at, recipe, mine, observer)
-
-    if (start, stop) == (0, config.layers) or cache is None:
-        blocks = jax.tree.map(
-            lambda w: w[start:stop] if w.shape[0] != stop - start else w, params.blocks
+        w, *mine = inputs
+        return _layer(
+            config, kind, functools.partial(use, w), x, pos, turn, at, recipe, mine, observer
         )
-        x, (k, v, seen) = jax.lax.scan(layer, x, (blocks, memory, tables))
-    else:  # a stretch of the stack, read in place: a static slice would copy its weights
 
-        def indexed(x, inputs):
-            i, *mine = inputs
-            block = jax.tree.map(
-                lambda w: jax.lax.dynamic_index_in_dim(w, i, 0, keepdims=False), params.blocks
-            )
-            return layer(x, (block, *mine))
-
-        x, (k, v, seen) = jax.lax.scan(indexed, x, (jnp.arange(start, stop), memory, tables))
+    x, (k, v, seen) = jax.lax.scan(layer, x, (weights, memory, tables))
     return x, (k, v), seen
 
 
-def _layer(config, kind, w, x, pos, turn, at, recipe, mine, observer):
-    style, eps = config.style, config.eps
+def _weights(blocks, start, stop, indexed):
+    """What the scan carries of the weights of layers start to stop, and `use(carried, fn, *args)`,
+    which calls `fn(block, *args)` with the weights of one layer."""
+    if isinstance(blocks, tuple):  # a leaf per layer: read where they lie
+
+        def switch(i, fn, *args):
+            return jax.lax.switch(
+                i, [functools.partial(fn, block) for block in blocks[start:stop]], *args
+            )
+
+        return jnp.arange(stop - start), switch
+    if indexed and stop - start < blocks.q.shape[0]:  # a static slice would copy the stretch
+
+        def take(i, fn, *args):
+            one = lambda w: jax.lax.dynamic_index_in_dim(w, i, 0, keepdims=False)  # noqa: E731
+            return fn(jax.tree.map(one, blocks), *args)
+
+        return jnp.arange(start, stop), take
+    if stop - start < blocks.q.shape[0]:
+        blocks = jax.tree.map(lambda w: w[start:stop], blocks)
+    return blocks, lambda block, fn, *args: fn(block, *args)
+
+
+def _layer(config, kind, use, x, pos, turn, at, recipe, mine, observer):
     memory, tables = mine
-    y = rms_norm(x, w.attn_norm, eps, style)
-    q, k, v = (_project(y, m, b) for m, b in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias)))
-    if style.qk_norm:
-        q, k = rms_norm(q, w.q_norm, eps, style), rms_norm(k, w.k_norm, eps, style)
+    q, k, v, y = use(functools.partial(_open, config), x)
     stored = k
     q, k = rotate(q, *turn), rotate(k, *turn)
     if recipe is None or not raw_keys(recipe):
@@ -126,7 +137,23 @@ def _layer(config, kind, w, x, pos, turn, at, recipe, mine, observer):
         if observer is not None:
             tail = read(0, memory.tail.capacity)[0]
             seen = observer(Looked(query, tail, at.pos, k, out[1], y))
-    y = rearrange(out[0].astype(x.dtype), "b t h e -> b t (h e)")
+    return use(functools.partial(_close, config), x, out[0].astype(x.dtype)), (stored, v, seen)
+
+
+def _open(config, w, x):
+    """Queries, keys and values [b t heads d] before RoPE, and the normed input."""
+    style, eps = config.style, config.eps
+    y = rms_norm(x, w.attn_norm, eps, style)
+    q, k, v = (_project(y, m, b) for m, b in ((w.q, w.q_bias), (w.k, w.k_bias), (w.v, w.v_bias)))
+    if style.qk_norm:
+        q, k = rms_norm(q, w.q_norm, eps, style), rms_norm(k, w.k_norm, eps, style)
+    return q, k, v, y
+
+
+def _close(config, w, x, out):
+    """The rest of a layer, from what attention gave [b t h e]."""
+    style, eps = config.style, config.eps
+    y = rearrange(out, "b t h e -> b t (h e)")
     y = jnp.einsum("btf,mf->btm", y, rearrange(w.o, "m h e -> m (h e)"))
     if style.post_norms:
         y = rms_norm(y, w.post_attn_norm, eps, style)
@@ -134,7 +161,7 @@ def _layer(config, kind, w, x, pos, turn, at, recipe, mine, observer):
     y = mlp(rms_norm(x, w.mlp_norm, eps, style), w.gate, w.up, w.down, style)
     if style.post_norms:
         y = rms_norm(y, w.post_mlp_norm, eps, style)
-    return x + y, (stored, v, seen)
+    return x + y
 
 
 def _project(x, weight, bias):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from kvjax.config import ModelConfig
@@ -35,7 +36,7 @@ class Params:
     """Weights of a decoder."""
 
     embed: Float[Array, "w m"]
-    blocks: Block
+    blocks: Block | tuple[Block, ...]  # stacked over layers, or (`apart`) one for each
     norm: Float[Array, "m"]
     head: Float[Array, "w m"] | None = None  # absent where the embedding is tied
 
@@ -77,3 +78,19 @@ def init_params(config: ModelConfig, key, dtype=None, std: float = 0.02) -> Para
     return jax.tree.unflatten(
         treedef, [make(p, x, k) for (p, x), k in zip(leaves, keys, strict=True)]
     )
+
+
+def apart(params: Params) -> Params:
+    """The same weights with leaves of their own for each layer, sharing memory on the CPU.
+
+    A scan over stacked weights copies each layer's slice before XLA's CPU products read it, which
+    costs more than the products of a decoding step; weights apart are read where they lie. For one
+    CPU device: accelerators and training want them stacked.
+    """
+    host = jax.tree.map(np.asarray, params.blocks)
+    layers = host.attn_norm.shape[0]
+    blocks = tuple(
+        jax.tree.map(lambda w: jax.device_put(w[i]), host)  # noqa: B023
+        for i in range(layers)
+    )
+    return params.replace(blocks=blocks)

@@ -72,7 +72,8 @@ def param_specs(params, mesh, rules: Rules = RULES):
 
     def of(path, leaf):
         name = jax.tree_util.keystr(path[-1:], simple=True)
-        return _spec(leaf.shape, AXES.get(name, (None,) * leaf.ndim), mesh, rules)
+        axes = AXES.get(name, (None,) * leaf.ndim)
+        return _spec(leaf.shape, axes[len(axes) - leaf.ndim :], mesh, rules)  # no layers if apart
 
     return jax.tree_util.tree_map_with_path(of, params)
 

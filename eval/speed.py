@@ -16,7 +16,7 @@ from rich.progress import MofNCompleteColumn
 
 from kvjax import cli, commands, data, recipe
 from kvjax.errors import InputError, unknown
-from kvjax.eval import speed_report
+from kvjax.eval import speed_report  # pyright: ignore[reportMissingImports]
 from kvjax.models import fetch, gguf_header, tokenizer
 
 ENGINES = {"kvjax": "kvjax_speed", "transformers": "transformers_speed"}

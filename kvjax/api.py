@@ -1,11 +1,17 @@
 """For people with a model and a text: load, prefill, extend, condense, generate. Host functions."""
 
+import contextlib
 import functools
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
 
 from kvjax import scorers, sharding
 from kvjax.cache import cache as c
@@ -26,14 +32,16 @@ class Model:
 
     params: Params
     config: ModelConfig
-    tokenizer: object
-    tables: dict = field(default_factory=dict)
-    mesh: object = None
+    tokenizer: Any
+    tables: dict[str, Any] = field(default_factory=dict)
+    mesh: Mesh | None = None
 
 
 def load(
-    name_or_path: str = "smollm2-135m", *, dtype=None, mesh=None, unofficial=False, progress=None
-) -> Model:
+    name_or_path: str | os.PathLike[str] = "smollm2-135m", *, dtype: Any = None,
+    mesh: Mesh | None = None, unofficial: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:  # fmt: skip
     """The model of a name ("smollm2-135m"), a GGUF file, a Hugging Face folder or a hub name.
 
     A named model is fetched once, checked by its sha256 and cached. dtype is of weights,
@@ -44,7 +52,8 @@ def load(
     from kvjax.models import fetch, tokenizer
     from kvjax.models import load as loading
 
-    if jax.config.jax_compilation_cache_dir is None:  # compiled once for all runs of a user
+    # compiled once for all runs of a user
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(fetch.cache_folder() / "compiled"))
     params, config, source = loading.load_weights(
         name_or_path, dtype, unofficial=unofficial, progress=progress
@@ -56,6 +65,7 @@ def load(
         else tokenizer.Tokenizer.from_folder(where)
     )
     if mesh is not None:
+        mesh = sharding.auto(mesh)
         params = sharding.place(params, sharding.param_specs(params, mesh), mesh)
     elif jax.default_backend() == "cpu":
         params = apart(params)
@@ -63,9 +73,10 @@ def load(
 
 
 def prefill(
-    model: Model, tokens, recipe: CacheRecipe | None = None, *, max_length: int, lengths=None,
-    mask=None, question=None, chunk: int | None = None, logits: str = "last",
-):  # fmt: skip
+    model: Model, tokens: Any, recipe: CacheRecipe | None = None, *, max_length: int,
+    lengths: Any = None, mask: Any = None, question: Any = None, chunk: int | None = None,
+    logits: str = "last",
+) -> tuple[Any, Cache]:  # fmt: skip
     """Reads prompts into a new cache: `(logits, cache)`.
 
     tokens [b, t] ids, right padded with `lengths` [b], or padded anywhere with `mask` [b, t]. Fed
@@ -90,7 +101,9 @@ def prefill(
     return out, cache
 
 
-def extend(model: Model, tokens, cache: Cache, *, lengths=None, logits: str = "last"):
+def extend(
+    model: Model, tokens: Any, cache: Cache, *, lengths: Any = None, logits: str = "last"
+) -> tuple[Any, Cache]:
     """Reads more tokens [b, t] into a cache: `(logits, cache)`.
 
     The cache given is consumed: fork it first to keep it.
@@ -112,7 +125,7 @@ def extend(model: Model, tokens, cache: Cache, *, lengths=None, logits: str = "l
 
 
 def condense(
-    model: Model, cache: Cache, recipe: CacheRecipe, *, tokens=None, question=None
+    model: Model, cache: Cache, recipe: CacheRecipe, *, tokens: Any = None, question: Any = None
 ) -> Cache:
     """The cache that `recipe` makes of an exact one, which is left as it is.
 
@@ -135,7 +148,7 @@ def condense(
     counts = np.array([init.kept(recipe, int(n)) for n in lengths], np.int32)
     counts = np.maximum(counts, 1) if recipe.choice is not None else lengths
     evidence = ()
-    if recipe.choice is not None and scorers.build(recipe.choice.scorer).observe:
+    if recipe.choice is not None and scorers.observes(recipe.choice.scorer):
         evidence = _evidence(model, cache, recipe, counts, tokens, question)
     later = cache.max_length - int(lengths.min())
     sizes = init.Sizes(init.bucket(int(lengths.max())), init.bucket(max(later, 1)))
@@ -148,7 +161,9 @@ def condense(
 def _evidence(model, cache, recipe, counts, tokens, question):
     """What the scorer's observer sees, from the question or from the last window of the prompt."""
     lengths = np.asarray(cache.seen)
-    watch = OBSERVERS[scorers.build(recipe.choice.scorer).observe]()
+    observer = scorers.observes(recipe.choice.scorer)
+    assert observer is not None
+    watch = OBSERVERS[observer]()
     if question is not None:
         asked, count = _rows(question, None, None)
         if len(asked) != len(lengths):
@@ -270,9 +285,10 @@ def tables_of(model: Model, recipe: CacheRecipe):
 
 
 def _mesh(model):
-    import contextlib
 
-    return contextlib.nullcontext() if model.mesh is None else jax.set_mesh(model.mesh)
+    return (
+        contextlib.nullcontext() if model.mesh is None else jax.set_mesh(sharding.auto(model.mesh))
+    )
 
 
 def _placed(model, cache):
@@ -306,7 +322,7 @@ def fork(cache: Cache) -> Cache:
     return jax.tree.map(jnp.copy, cache)
 
 
-def truncate(cache: Cache, length) -> Cache:
+def truncate(cache: Cache, length: Any) -> Cache:
     """`ops.truncate` that raises where a row cannot forget exactly; under jit it flags instead."""
     made = ops.truncate(cache, length)
-    return made if isinstance(made.flags, jax.core.Tracer) else _checked(made)
+    return made if isinstance(made.flags, Tracer) else _checked(made)

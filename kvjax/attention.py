@@ -4,11 +4,13 @@ Every piece gives `(out [b t h e], lse [b t h])`, both float32 whatever the inpu
 and exponentials are float32 too. A query that sees nothing gets out 0 and lse EMPTY.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from flax import struct
 
+from kvjax import struct
 from kvjax.shapes import EMPTY, Array, Float, Int
 
 BLOCK = 512
@@ -19,14 +21,14 @@ WHOLE = 64
 
 
 @struct.dataclass
-class Query:
+class Query(struct.Record):
     """Queries of one layer."""
 
     q: Float[Array, "b t h d"]  # after RoPE
     pos: Int[Array, "b t"]  # arrival index; -1 is padding and sees nothing
     scale: float = struct.field(pytree_node=False)
-    window: int | None = struct.field(pytree_node=False, default=None)
-    causal: bool = struct.field(pytree_node=False, default=True)
+    window: int | None = struct.static(None)
+    causal: bool = struct.static(True)
 
 
 def visible(query: Query, pos):
@@ -58,7 +60,7 @@ def attend_rows(
     bias is added to the logits of a slot. No array of size t x s is formed beyond one block.
     """
     read = lambda start, size: _cut((k, v), start, size)  # noqa: E731
-    sizes = dict(kv_heads=k.shape[1], value_dim=v.shape[3], block=block)
+    sizes: dict[str, Any] = dict(kv_heads=k.shape[1], value_dim=v.shape[3], block=block)
     return attend_blocks(query, read, k.shape[2], pos, bias, **sizes)
 
 
@@ -67,7 +69,8 @@ def attend_blocks(query, read, slots, pos, bias=None, *, kv_heads, value_dim, bl
     """`attend_rows` over keys and values that `read(start, size) -> (k, v)` yields block by block.
 
     start may be traced, size is static; slots is how many there are. A codec decodes in `read`, so
-    a decoded copy never exceeds a block. whole: all slots may be one block if queries are few.
+    a decoded copy never exceeds a block. They may come in pages [b n p s d]. whole: all slots may
+    be one block if queries are few.
     """
     t, heads = query.q.shape[1], query.q.shape[2]
     group = heads // kv_heads
@@ -130,11 +133,13 @@ def _scores(q, k, see, bias, group):
     act as masks.
     """
     k = k.astype(q.dtype)
+    at = "ps" if k.ndim == 5 else "s"  # pages stay apart: to flatten codes would move them
     if q.shape[2] <= WHOLE:  # few queries: XLA's CPU product is faster with the keys first
-        s = jnp.einsum("bnsd,bnqd->bnsq", k, q, preferred_element_type=jnp.float32)
-        s = jnp.swapaxes(s, 2, 3)
+        s = jnp.einsum(f"bn{at}d,bnqd->bn{at}q", k, q, preferred_element_type=jnp.float32)
+        s = jnp.swapaxes(s.reshape(*s.shape[:2], -1, s.shape[-1]), 2, 3)
     else:
-        s = jnp.einsum("bnqd,bnsd->bnqs", q, k, preferred_element_type=jnp.float32)
+        s = jnp.einsum(f"bnqd,bn{at}d->bnq{at}", q, k, preferred_element_type=jnp.float32)
+        s = s.reshape(*s.shape[:3], -1)
     if bias is not None:
         s = s + bias[:, :, None, :].astype(jnp.float32)
     see = jnp.tile(see, (1, 1, group, 1)) if group > 1 else see
@@ -144,13 +149,16 @@ def _scores(q, k, see, bias, group):
 
 
 def _softmax(q, k, v, see, bias, group):
-    """One block: q [b n (g t) d], k [b n s d], v [b n s e], see [b n|1 t s]."""
+    """One block: q [b n (g t) d], k [b n s d], v [b n s e], see [b n|1 t s]; or k and v in pages,
+    [b n p s d]."""
     s, _ = _scores(q, k, see, bias, group)
     top = jax.lax.stop_gradient(jnp.max(s, axis=-1))
     p = jnp.exp(s - top[..., None])  # unseen logits are EMPTY: 0, unless the query sees nothing
     some = top > EMPTY / 2
     total = jnp.where(some, jnp.sum(p, axis=-1), 1.0)
-    out = jnp.einsum("bnqs,bnse->bnqe", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    at = "ps" if v.ndim == 5 else "s"
+    p = p.astype(v.dtype).reshape(*p.shape[:3], *v.shape[2:-1])
+    out = jnp.einsum(f"bnq{at},bn{at}e->bnqe", p, v, preferred_element_type=jnp.float32)
     out = jnp.where(some[..., None], out / total[..., None], 0.0)
     return out, jnp.where(some, top + jnp.log(total), EMPTY)
 

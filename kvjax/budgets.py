@@ -6,10 +6,9 @@ the mask of what is kept, with `count[b]` entries per head (uniform) or `n * cou
 """
 
 import jax.numpy as jnp
-from flax import struct
 
+from kvjax import struct
 from kvjax.cache.select import top
-from kvjax.codecs.raw import static
 from kvjax.config import Spec
 from kvjax.errors import unknown
 
@@ -33,7 +32,7 @@ class Pooled:
     Source: Feng et al. 2024, arXiv:2407.11550 (Ada-KV), algorithm 1.
     """
 
-    alpha: float = static(0.2)
+    alpha: float = struct.static(0.2)
 
     pooled = True
 

@@ -3,8 +3,10 @@
 import dataclasses
 import hashlib
 import json
+import os
 import typing
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,9 @@ TYPES: dict[str, typing.Any] = {t.__name__: t for t in (Cache, LayerCache, Tail,
 DEEP = 16
 
 
-def save_cache(path, cache: Cache, model, *, overwrite: bool = False) -> None:
+def save_cache(
+    path: str | os.PathLike[str], cache: Cache, model: Any, *, overwrite: bool = False
+) -> None:
     """Writes a cache to one file: leaves bit for bit, recipe, positions, and whose cache it is.
 
     The file appears whole or not at all; an existing one is kept unless `overwrite`. A cache on a
@@ -44,7 +48,9 @@ def save_cache(path, cache: Cache, model, *, overwrite: bool = False) -> None:
     leaf_file.write(path, fields, leaves, overwrite=overwrite)
 
 
-def load_cache(path, model, *, recipe: CacheRecipe | None = None) -> Cache:
+def load_cache(
+    path: str | os.PathLike[str], model: Any, *, recipe: CacheRecipe | None = None
+) -> Cache:
     """The cache of a file, placed on the mesh of `model`, whichever mesh it was saved from.
 
     Raises InputError if it is damaged, of another model or format version, or of another recipe

@@ -161,7 +161,7 @@ def _bench(parser):
 
 
 def _bench_speed(args):
-    from kvjax.eval import speed
+    from kvjax.eval import speed  # pyright: ignore[reportMissingImports]
 
     return speed.run(args.rest)
 

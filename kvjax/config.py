@@ -143,7 +143,7 @@ def from_json(kind, text: str):
     return _build(kind, json.loads(text), kind.__name__)
 
 
-def _build(kind, value, where):
+def _build(kind: typing.Any, value, where):
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
@@ -156,7 +156,8 @@ def _build(kind, value, where):
         missing = [n for n in needed if n not in value]
         if missing:
             raise ValueError(f"{where}: field {missing[0]!r} is missing")
-        return kind(**{k: _build(hints[k], v, f"{where}.{k}") for k, v in value.items()})
+        fields = {k: _build(hints[k], v, f"{where}.{k}") for k, v in value.items()}
+        return typing.cast(typing.Any, kind)(**fields)
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{where}: expected a list, got {type(value).__name__}")

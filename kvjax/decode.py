@@ -1,5 +1,7 @@
 """Decoding: one step, and the whole loop on the device."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -13,8 +15,13 @@ from kvjax.shapes import Array, Int
 
 
 def step(
-    params: Params, config: ModelConfig, cache: Cache, tokens: Int[Array, "b t"], *, tables=None
-):
+    params: Params,
+    config: ModelConfig,
+    cache: Cache,
+    tokens: Int[Array, "b t"],
+    *,
+    tables: Any = None,
+) -> tuple[Any, Cache]:
     """Reads tokens and remembers them: `(logits [b t w], cache)`; `look` then `append`.
 
     The caller compresses at least every `recipe.stride` tokens.
@@ -28,10 +35,10 @@ def decode(
     config: ModelConfig,
     cache: Cache,
     tokens: Int[Array, "b"],
-    key,
+    key: Array,
     *,
     steps: int,
-    tables=None,
+    tables: Any = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     stop: tuple[int, ...] | None = None,

@@ -67,6 +67,7 @@ def ask(model, cache, question: Question) -> dict:
     prompt = encode("\n\n" + question.text, add_bos=False)
     right = encode(question.answer, add_bos=False)
     text = compare.answer(model, cache, prompt, ANSWER_TOKENS, stop=()).text
+    assert isinstance(text, str)
     said = text.strip().split("\n")[0]
     return {
         "question": question.text,

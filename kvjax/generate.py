@@ -4,6 +4,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,12 @@ class Generation:
     text: str | list[str]
     tokens: list[int] | list[list[int]]  # without the stop token
     cache: Cache  # holds the prompt and every token of `tokens`
-    stats: dict  # prompt_tokens, new_tokens, prefill_s, decode_s, cache_bytes, peak_bytes
+    stats: dict[str, Any]  # prompt_tokens, new_tokens, prefill_s, decode_s, cache_bytes, peak_bytes
 
 
 def generate(
     model: Model,
-    prompt: str | Sequence,
+    prompt: str | Sequence[Any],
     recipe: CacheRecipe | None = None,
     *,
     cache: Cache | None = None,
@@ -103,7 +104,7 @@ def _prompt(model, prompt, follows):
     return *_rows(tokens, lengths, None), single
 
 
-def _start(model, tokens, lengths, recipe, cache, more):
+def _start(model, tokens, lengths, recipe, cache, more) -> tuple[Any, Cache, int]:
     """Logits of the last prompt tokens, the cache, and the bytes held at the most."""
     if cache is None:
         length = int(lengths.max()) + more
@@ -134,7 +135,9 @@ def _start(model, tokens, lengths, recipe, cache, more):
     return logits, cache, nbytes(cache)
 
 
-def _loop(model, cache, first, key, count, temperature, top_p, stop, on_token):
+def _loop(
+    model, cache, first, key, count, temperature, top_p, stop, on_token
+) -> tuple[list, Cache]:
     """Tokens of each row, and the cache that holds them all."""
     rows = [[] for _ in range(cache.batch)]
     last, done = first, np.zeros(cache.batch, bool)

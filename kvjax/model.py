@@ -1,6 +1,7 @@
 """One code path for every family: training, prefill, decoding and verification are `look`."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,9 @@ def look(
     tokens: Int[Array, "b t"] | Float[Array, "b t m"],
     *,
     count: Int[Array, "b"] | None = None,
-    tables=None,
+    tables: Any = None,
     logits: str = "all",
-):
+) -> tuple[Any, Tokens]:
     """Reads new tokens against the cache and changes nothing: `(logits, new)`.
 
     tokens are ids or embeddings; past count[b] (default: all) a row is padding. cache=None reads
@@ -132,6 +133,7 @@ def _layer(config, kind, use, x, pos, turn, at, recipe, mine, observer):
     out = attend_rows(query, k, v_, pos)
     seen = ()
     if memory is not None:
+        assert recipe is not None
         pieces, read = attend(memory, query, at, recipe, kind.rope, tables)
         out = merge_all([out, *pieces])
         if observer is not None:

@@ -1,16 +1,18 @@
 """The weights of a decoder, as one pytree with layers stacked."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
+from kvjax import struct
 from kvjax.config import ModelConfig
 from kvjax.shapes import Array, Float
 
 
 @struct.dataclass
-class Block:
+class Block(struct.Record):
     """Weights of all layers, stacked; output axes lead, as published checkpoints store them."""
 
     attn_norm: Float[Array, "l m"]
@@ -32,7 +34,7 @@ class Block:
 
 
 @struct.dataclass
-class Params:
+class Params(struct.Record):
     """Weights of a decoder."""
 
     embed: Float[Array, "w m"]
@@ -46,7 +48,7 @@ def abstract_params(config: ModelConfig, dtype=None) -> Params:
     c, s = config, config.style
     dtype = jnp.dtype(dtype or c.dtype)
 
-    def a(*shape):
+    def a(*shape) -> Any:  # stands for an array
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def b(*shape):

@@ -1,6 +1,7 @@
 """Caches as texts: join several into one context, replace a span in the middle."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ def _as_body(cache: Cache, config: ModelConfig, temperature: float, scale: float
     return cache.replace(groups=tuple(groups), edge=cache.seen, recipe=recipe)
 
 
-def edit(model: Model, cache: Cache, span: tuple[int, int], tokens) -> Cache:
+def edit(model: Model, cache: Cache, span: tuple[int, int], tokens: Any) -> Cache:
     """The exact cache with tokens span[0] .. span[1] of every row replaced by `tokens` [b n].
 
     Only the new tokens are computed, seeing what comes before them; what follows keeps its values,

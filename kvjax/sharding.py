@@ -7,10 +7,13 @@ where kv heads do not divide the model axis a warning says so.
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from kvjax.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def param_specs(params, mesh, rules: Rules = RULES):
     return jax.tree_util.tree_map_with_path(of, params)
 
 
-def cache_specs(cache, mesh, rules: Rules = RULES):
+def cache_specs(cache: Any, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> Any:
     """PartitionSpecs of a cache, an abstract one too: batch and rows (of kv heads) are sharded.
 
     Warns once where the mesh does not divide the kv heads, which are then replicated.
@@ -96,8 +99,17 @@ def _cache_specs(cache, mesh, rules):
 
 
 def place(tree, specs, mesh):
-    """Puts a tree of arrays on a mesh by its specs."""
+    """Puts a tree of arrays on a mesh (its axes made Auto) by its specs."""
+    mesh = auto(mesh)
     return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+
+
+def auto(mesh: Mesh) -> Mesh:
+    """The mesh of the same devices and names whose axes are all Auto: what kvjax computes on.
+
+    `jax.make_mesh` makes Explicit axes unless told; there each operation must say its sharding.
+    """
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
 def local(fn, cache, new, count, tables=None):
@@ -109,6 +121,11 @@ def local(fn, cache, new, count, tables=None):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
         return fn(cache, new, count, tables)
+    if AxisType.Explicit in mesh.axis_types:
+        raise InputError(
+            f"the mesh in force has Explicit axes {mesh.axis_names}; make it with "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+        )
     specs = _cache_specs(cache, mesh, RULES)  # placing the cache has already warned
     row = specs.seen
     heads = specs.groups[0].tail.k[2] if specs.groups else None

@@ -34,6 +34,7 @@ RECIPES = {
     "snapkv": kvjax.recipe("snapkv"),
     "snapkv_int8": kvjax.recipe("snapkv", codec="int8"),
     "pooled": kvjax.recipe("ada_snapkv"),
+    "pooled_wide": kvjax.recipe("ada_snapkv", page=128),
 }
 
 

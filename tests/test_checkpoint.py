@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import struct
 from jax.sharding import AxisType
 
-from kvjax import api, checkpoint, codecs, leaf_file, sharding
+from kvjax import api, checkpoint, codecs, leaf_file, sharding, struct
 from kvjax.cache import init
 from kvjax.cache.recipes import RECIPES, recipe
 from kvjax.checkpoint import load_cache, save_cache, structure
-from kvjax.codecs.raw import static
 from kvjax.config import CacheRecipe, LayerKind, ModelConfig, Store
 from kvjax.decode import step
 from kvjax.errors import InputError
@@ -118,9 +116,9 @@ def test_a_joined_cache_can_be_saved(tmp_path):
 class Odd:
     """A codec whose codes have one leaf of each awkward kind."""
 
-    side: str = static("k")
-    group: int = static(2)
-    rope: str = static("after")
+    side: str = struct.static("k")
+    group: int = struct.static(2)
+    rope: str = struct.static("after")
 
     def encode(self, x, valid=None):
         narrow = jnp.clip(jnp.round(x), -2, 1)

@@ -281,3 +281,20 @@ def test_every_recipe_on_a_window_layer_first(name):
         raw = recipe.store is None or recipe.store.k.name == "raw"
         np.testing.assert_allclose(logits[0, 0], expected[p], atol=RAW if raw else 0.5)
     assert int(cache.seen[0]) == 20
+
+
+def test_a_window_longer_than_the_cache_is_a_plain_tail():
+    """Window 16 in a cache of 10: nothing is forgotten, and an eleventh token overflows."""
+    config = dataclasses.replace(PLAIN, kinds=(LayerKind(16),))
+    params = model(config).params
+    ids = jnp.asarray(generator(3).integers(0, config.vocab, (1, 11)), jnp.int32)
+    want, _ = kvjax.look(params, config, None, ids[:, :10])
+    step = jax.jit(lambda cache, t: kvjax.step(params, config, cache, t))
+    cache, got = kvjax.init_cache(config, kvjax.CacheRecipe(), 1, 10), []
+    for i in range(10):
+        logits, cache = step(cache, ids[:, i : i + 1])
+        got.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(got, axis=1), want, atol=1e-3)
+    assert cache.flags.tolist() == [0]
+    full = step(cache, ids[:, 10:])[1]
+    assert full.flags.tolist() == [kvjax.OVERFLOW] and full.seen.tolist() == [10]

@@ -254,6 +254,21 @@ def test_merges_of_absent_tokens():
         Tokenizer.from_gguf(METADATA | {"tokenizer.ggml.merges": ["\u4e00 \u4e01"]})
 
 
+def test_an_ordinary_token_may_look_like_a_control_token():
+    """Qwen's merges lead to "<unk>", which is a word of code there and no control token."""
+    tokens = METADATA["tokenizer.ggml.tokens"] + ["un", "unk", "<unk", "<unk>"]
+    merges = METADATA["tokenizer.ggml.merges"] + ["u n", "un k", "< unk", "<unk >"]
+    types = [3 if t == "<|im_end|>" else 1 for t in tokens]
+    kept = {k: v for k, v in METADATA.items() if not k.endswith("_token_id")}
+    tokenizer = Tokenizer.from_gguf(
+        kept | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges,
+                "tokenizer.ggml.token_type": types}
+    )  # fmt: skip
+    assert tokenizer.decode(tokenizer.encode("a <unk> b")) == "a <unk> b"
+    assert "<unk>" not in tokenizer.vocabulary.control
+    assert "<|im_end|>" in tokenizer.vocabulary.control
+
+
 def test_half_a_surrogate_pair():
     with pytest.raises(InputError, match="surrogate"):
         SMOLLM2.encode("a\ud800")

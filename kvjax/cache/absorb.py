@@ -1,5 +1,7 @@
 """What leaves the tail arrives in the bodies: appended in order, or competing for room."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -7,14 +9,22 @@ from einops import rearrange
 from kvjax import budgets, codecs, scorers
 from kvjax.cache import state
 from kvjax.cache.select import ids
-from kvjax.cache.slots import Slots, pack_pos, unpack_pos
+from kvjax.cache.slots import BLOCK, Slots, pack_pos, unpack_pos
 from kvjax.cache.state import State
 from kvjax.cache.write import pinned, write_pages
 from kvjax.config import CacheRecipe
 from kvjax.scorers import Seen
+from kvjax.shapes import Array, Bool, Int
 
 
-def absorb(body: Slots | State, arriving, budget, length, recipe: CacheRecipe, tables=None):
+def absorb(
+    body: Slots | State,
+    arriving: tuple[Any, Any, Any],
+    budget,
+    length,
+    recipe: CacheRecipe,
+    tables=None,
+):
     """Takes arriving tokens (k, v [l b n a d], arrival [l b n a]; -1 past the last).
 
     Without a scorer they are appended until the body is full; with one the best `budget[b]` of what
@@ -24,6 +34,7 @@ def absorb(body: Slots | State, arriving, budget, length, recipe: CacheRecipe, t
     if body.closed:
         return body, arriving
     if isinstance(body, State):
+        assert recipe.fold is not None
         return state.absorb(body, *arriving, recipe.fold, tables)
     if body.pos is None:
         return _append(body, *arriving, recipe, tables)
@@ -53,43 +64,84 @@ def _compete(body, k, v, arrival, budget, length, recipe, tables):
 
     def layer(i, carry):
         codes, pos, gone = carry
-        mine = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False), (codes, pos))
-        new = (jax.lax.dynamic_index_in_dim(x, i, 0, False) for x in (k, v, arrival))
-        table = jax.tree.map(lambda x: x[i], tables)
-        new, leaving = _compete_layer(*mine, *new, budget, length, recipe, table)
+        here = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False)  # noqa: E731
+        pair = codecs.pair(recipe.store, table := jax.tree.map(lambda x: x[i], tables))
+        new = (here(k), here(v), here(arrival))
+        old = pair.decode(jax.tree.map(here, codes), k.dtype)
+        plan, where = _plan(old, here(pos), *new, budget, length, recipe, table)
+        codes, leaving = _exchange(codes, i, plan, *new[:2], pair)
         put = lambda x, y: pinned(jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0))  # noqa: E731
-        return (*jax.tree.map(put, (codes, pos), new), jax.tree.map(put, gone, leaving))
+        return codes, put(pos, where), jax.tree.map(put, gone, (*leaving, plan.left))
 
     codes, pos, gone = jax.lax.fori_loop(0, k.shape[0], layer, (body.codes, body.pos, gone))
     return body.replace(codes=codes, pos=pos), gone
 
 
-def _compete_layer(codes, pos, k, v, arrival, budget, length, recipe, tables):
-    """One layer: codes [b n p s ...], pos [b n p s], k and v [b n a d], arrival [b n a]."""
-    pair = codecs.pair(recipe.store, tables)
+class Plan(NamedTuple):
+    """Who goes where in one layer; s slots, a newcomers."""
+
+    taken: Bool[Array, "b n s"]  # slots that newcomers take
+    token: Int[Array, "b n s"]  # which newcomer
+    lost: Int[Array, "b n a"]  # the entries that leave: slots, then s + newcomer
+    left: Int[Array, "b n a"]  # their arrivals; -1 past the last
+
+
+def _plan(old, pos, k, v, arrival, budget, length, recipe, tables):
+    """old: keys and values [b n p s ...]; pos [b n p s], k and v [b n a d], arrival [b n a]."""
     a, slots = k.shape[2], pos.shape[2] * pos.shape[3]
-    old_k, old_v = (rearrange(x, "b n p s d -> b n (p s) d") for x in pair.decode(codes, k.dtype))
+    old = (rearrange(x, "b n p s d -> b n (p s) d") for x in old)
     flat = unpack_pos(rearrange(pos, "b n p s -> b n (p s)"))
-    every = [jnp.concatenate(x, axis=2) for x in ((old_k, k), (old_v, v), (flat, arrival))]
-    keep = choose(Seen(*every, length), budget, recipe, tables)
-    free = ~keep[..., :slots]
-    enter = keep[..., slots:]
-    entrant, real = ids(enter, a)  # the j-th newcomer that stays, ascending
+    every = [jnp.concatenate(x, axis=2) for x in zip((*old, flat), (k, v, arrival), strict=True)]
+    keep = choose(Seen(*every, length=length), budget, recipe, tables)
+    free, enter = ~keep[..., :slots], keep[..., slots:]
+    entrant, _ = ids(enter, a)  # the j-th newcomer that stays, ascending
     rank = jnp.cumsum(free, axis=-1) - 1
-    here = free & (rank < enter.sum(-1, keepdims=True))  # the slots that newcomers take, ascending
-    token = jnp.take_along_axis(entrant, jnp.clip(rank, 0, a - 1), axis=-1)  # [b n slots]
-    fresh = pair.encode(k, v)
-
-    def write(leaf, new):
-        take = jnp.take_along_axis(new, _as(token, new), axis=2)
-        shape = (*leaf.shape[:2], slots, *leaf.shape[4:])
-        return jnp.where(_as(here, new), take, leaf.reshape(shape)).reshape(leaf.shape)
-
-    where = jnp.where(here, jnp.take_along_axis(arrival, token, axis=2), jnp.where(free, -1, flat))
-    out = jax.tree.map(write, codes, fresh), pack_pos(where, pos.dtype).reshape(pos.shape)
+    taken = free & (rank < enter.sum(-1, keepdims=True))  # ascending
+    token = jnp.take_along_axis(entrant, jnp.clip(rank, 0, a - 1), axis=-1)
+    where = jnp.where(taken, jnp.take_along_axis(arrival, token, 2), jnp.where(free, -1, flat))
     lost, real = ids(~keep & (every[2] >= 0), a)
-    gone = tuple(jnp.take_along_axis(x, _as(lost, x), axis=2) for x in every)
-    return out, (gone[0], gone[1], jnp.where(real, gone[2], -1))
+    left = jnp.where(real, jnp.take_along_axis(every[2], lost, axis=2), -1)
+    return Plan(taken, token, lost, left), pack_pos(where, pos.dtype).reshape(pos.shape)
+
+
+def _exchange(codes, i, plan, k, v, pair):
+    """Writes the newcomers of layer i in place, pages at a time: (codes, (k, v) that leave)."""
+    some = jax.tree.leaves(codes)[0]
+    pages, page = some.shape[3], plan.taken.shape[2] // some.shape[3]
+    per = min(max(BLOCK // page, 1), pages)
+    fresh = pair.encode(k, v)
+    gone = tuple(
+        jnp.take_along_axis(x, _as(jnp.maximum(plan.lost - pages * page, 0), x), 2) for x in (k, v)
+    )
+
+    def block(j, carry):
+        codes, gone = carry
+        first = jnp.minimum(j * per, pages - per)  # the last block may go over some pages again
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first * page, per * page, 2)  # noqa: E731
+        taken, token = cut(plan.taken), cut(plan.token)
+        at = lambda x: (i, 0, 0, first) + (0,) * (x.ndim - 4)  # noqa: E731
+        old = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice(x, at(x), (1, *x.shape[1:3], per, *x.shape[4:]))[0],
+            codes,
+        )
+
+        def write(leaf, old, new):
+            flat = old.reshape(*old.shape[:2], per * page, *old.shape[4:])
+            take = jnp.take_along_axis(new, _as(token, new), axis=2)
+            mixed = jnp.where(_as(taken, new), take, flat).reshape(1, *old.shape)
+            return pinned(jax.lax.dynamic_update_slice(leaf, mixed, at(leaf)))
+
+        stop = jnp.minimum((j + 1) * per, pages) * page
+        mine = (plan.lost >= j * per * page) & (plan.lost < stop)
+        slot = jnp.clip(plan.lost - first * page, 0, per * page - 1)
+        out = []
+        for x, so_far in zip(pair.decode(old, k.dtype), gone, strict=True):
+            x = rearrange(x, "b n p s d -> b n (p s) d")
+            x = jnp.take_along_axis(x, _as(slot, x), axis=2)
+            out.append(jnp.where(_as(mine, x), x, so_far))
+        return jax.tree.map(write, codes, old, fresh), tuple(out)
+
+    return jax.lax.fori_loop(0, -(-pages // per), block, (codes, gone))
 
 
 def _as(index, like):
@@ -100,6 +152,7 @@ def _as(index, like):
 def choose(seen: Seen, budget, recipe: CacheRecipe, tables=None):
     """Mask [b n s] of the entries that stay, `budget[b]` per head (or that many on average)."""
     choice = recipe.choice
+    assert choice is not None
     scores = scorers.build(choice.scorer, (tables or {}).get("scorer"))(seen)
     valid, sinks = seen.pos >= 0, seen.pos < choice.sinks
     return budgets.build(choice.budget)(scores, valid, sinks & valid, seen.pos, budget)

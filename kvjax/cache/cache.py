@@ -1,14 +1,14 @@
 """The compressed cache: an exact tail and compressed bodies, and how a layer attends to them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from flax import struct
 
-from kvjax import codecs
+from kvjax import codecs, struct
 from kvjax.attention import Query, attend_blocks, merge
 from kvjax.cache import positions, slots, state
 from kvjax.cache.state import State
-from kvjax.codecs.raw import static
 from kvjax.config import CacheRecipe, Rope
 from kvjax.shapes import Array, Float, Int
 
@@ -17,16 +17,16 @@ OVERFLOW, UNDERFLOW, NAN = 1, 2, 4
 
 
 @struct.dataclass
-class Tokens:
+class Tokens(struct.Record):
     """New tokens of all layers, as `look` returns and `append` takes them."""
 
     k: Float[Array, "l b t n d"]  # after RoPE unless the recipe stores keys before it
     v: Float[Array, "l b t n e"]
-    evidence: tuple = ()  # what an observer saw, for each layer group, leaves [l b ...]
+    evidence: tuple[Any, ...] = ()  # what an observer saw, for each layer group, leaves [l b ...]
 
 
 @struct.dataclass
-class Tail:
+class Tail(struct.Record):
     """A ring of exact tokens; the token of arrival index p is in slot p % capacity."""
 
     k: Float[Array, "l b n c d"]
@@ -38,18 +38,18 @@ class Tail:
 
 
 @struct.dataclass
-class LayerCache:
+class LayerCache(struct.Record):
     """The memory of layers start to stop: leaves stacked over them."""
 
     tail: Tail
     bodies: tuple = ()
-    start: int = static(0)
-    stop: int = static(0)
-    window: int | None = static(None)  # of a sliding-window layer, whose tail is its whole memory
+    start: int = struct.static(0)
+    stop: int = struct.static(0)
+    window: int | None = struct.static(None)  # of a sliding-window layer, which has no bodies
 
 
 @struct.dataclass
-class Cache:
+class Cache(struct.Record):
     """What a model remembers of a batch of texts; all rows independent."""
 
     groups: tuple[LayerCache, ...]
@@ -61,8 +61,8 @@ class Cache:
     ]  # the largest `seen` so far; rings hold nothing older than high - capacity
     budget: Int[Array, "b"]  # entries per kv head that the bodies may keep
     flags: Int[Array, "b"]  # OVERFLOW, UNDERFLOW, NAN
-    recipe: CacheRecipe = static(CacheRecipe())
-    max_length: int = static(0)
+    recipe: CacheRecipe = struct.static(CacheRecipe())
+    max_length: int = struct.static(0)
 
     @property
     def batch(self) -> int:
@@ -122,9 +122,12 @@ def attend(
         return k.astype(dtype), v.astype(dtype)
 
     n, e = tail.k.shape[1], tail.v.shape[-1]
-    pieces = [attend_blocks(query, read, tail.capacity, at.pos, kv_heads=n, value_dim=e)]
+    sizes: dict[str, Any] = dict(kv_heads=n, value_dim=e)
+    sizes["whole"] = not turned  # turned keys are float32: by blocks
+    pieces = [attend_blocks(query, read, tail.capacity, at.pos, **sizes)]
     for body in layer.bodies:
         if isinstance(body, State):
+            assert recipe.fold is not None
             pieces.append(state.attend(body, query, recipe.fold, tables))
         else:
             pieces.append(slots.attend(body, query, at.edge, recipe, rope, tables))
@@ -140,6 +143,6 @@ def merge_all(pieces):
     return whole
 
 
-def nbytes(cache) -> int:
+def nbytes(cache: Any) -> int:
     """Bytes held by the leaves of a cache (or of any tree of arrays)."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))

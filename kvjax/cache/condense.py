@@ -32,6 +32,7 @@ def compact(
     counts [b]: entries per kv head to keep, window included. evidence: per group, what the scorer's
     observer saw (leaves [l b ...]), or ().
     """
+    assert recipe.store is not None
     seen = cache.seen
     window = jnp.minimum(recipe.window, counts)
     if recipe.choice is None:  # all are kept: whole groups, as if they had come one by one

@@ -5,8 +5,7 @@ of arrays [b ...]; scorers find it, stacked over layers and sliced again, as `se
 observer that needs a softmax of its own (KVzip) calls `attend_rows` on the keys it wants.
 """
 
-from flax import struct
-
+from kvjax import struct
 from kvjax.attention import Query, mass
 from kvjax.shapes import Array, Float, Int
 

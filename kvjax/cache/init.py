@@ -1,6 +1,7 @@
 """Making a cache: capacities from the recipe, and an empty tree of that size."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import jax
@@ -62,7 +63,7 @@ def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
         raise InputError(f"{recipe.name}: a state holds keys after RoPE: use positions='keep'")
     if recipe.choice is None:
         return
-    scorer, budget = scorers.build(recipe.choice.scorer), budgets.build(recipe.choice.budget)
+    budget = budgets.build(recipe.choice.budget)
     name = recipe.name
     if recipe.when == "during":
         if pair.group > 1:
@@ -70,7 +71,7 @@ def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
                 f"{name}: the codec shares scales over {pair.group} tokens; a scorer that streams "
                 "needs a codec with group 1"
             )
-        if scorer.observe:
+        if scorers.observes(recipe.choice.scorer):
             raise InputError(f"{name} scores by attention evidence, once: use when='after'")
         if budget.pooled:
             raise InputError(f"{name}: pools of pages are made by condensing: use when='after'")
@@ -84,9 +85,13 @@ def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
 
 
 def tail_capacity(recipe: CacheRecipe) -> int:
-    """Slots of a tail before bodies: the window, a group not whole yet, a stride, drafts."""
+    """Slots of a tail before bodies: the window, a group not whole yet, a stride, drafts.
+
+    A large one is whole tiles of a TPU, where XLA swaps the axes of a cache of another size.
+    """
     group = codecs.pair(recipe.store).group if recipe.store else 1
-    return round_up(recipe.window + group - 1 + recipe.stride + recipe.lookahead, group)
+    room = recipe.window + group - 1 + recipe.stride + recipe.lookahead
+    return round_up(room, math.lcm(group, 16) if room > 128 else group)
 
 
 def init_cache(
@@ -119,7 +124,12 @@ def init_cache(
 
 
 def abstract_cache(
-    config, recipe, batch: int, max_length: int, *, length: int | None = None
+    config: ModelConfig,
+    recipe: CacheRecipe,
+    batch: int,
+    max_length: int,
+    *,
+    length: int | None = None,
 ) -> Cache:
     """The tree of ShapeDtypeStruct that `init_cache` would fill: for compiling ahead of time."""
     return jax.eval_shape(lambda: init_cache(config, recipe, batch, max_length, length=length))

@@ -1,5 +1,8 @@
 """What changes a cache: append, absorb_long, compress, truncate, and rows of a batch."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -27,7 +30,9 @@ def append(cache: Cache, new: Tokens, count: Int[Array, "b"] | None = None) -> C
     """
     t = new.k.shape[2]
     for group in cache.groups:
-        room = group.tail.capacity - (group.window - 1 if group.window else 0)
+        room = group.tail.capacity
+        if group.window is not None and room < cache.max_length:  # it wraps: the window must stay
+            room -= group.window - 1
         if t > room:
             raise InputError(
                 f"append got {t} tokens and a tail has room for {room}; use absorb_long, or a "
@@ -46,11 +51,16 @@ def _ready(cache, new, count):
 
 
 def _append(cache: Cache, new: Tokens, count, tables):
-    count, flags = _admit(cache, new, count, [g for g in cache.groups if g.window is None])
+    count, flags = _admit(cache, new, count, [g for g in cache.groups if _bounded(cache, g)])
     groups = tuple(
         group.replace(tail=_write_tail(group, new, cache.seen, count)) for group in cache.groups
     )
     return _advance(cache, count).replace(groups=groups, flags=flags)
+
+
+def _bounded(cache, group) -> bool:
+    """Whether a tail can be full: not a ring that forgets what no query sees."""
+    return group.window is None or group.tail.capacity >= cache.max_length
 
 
 def _admit(cache, new, count, groups):
@@ -69,7 +79,8 @@ def _advance(cache, count):
 
 def _nan(new, count):
     real = jnp.arange(new.k.shape[2]) < count[:, None]
-    bad = sum(jnp.isnan(x).any(axis=(0, 3, 4)) & real for x in (new.k, new.v))
+    nan = lambda x: jnp.isnan(x).any(axis=(0, 3, 4))  # noqa: E731
+    bad = (nan(new.k) | nan(new.v)) & real
     return jnp.where(bad.any(axis=1), c.NAN, 0)
 
 
@@ -88,7 +99,7 @@ def _write_tail(group: LayerCache, new: Tokens, seen, count):
 
 
 def absorb_long(
-    cache: Cache, new: Tokens, count: Int[Array, "b"] | None = None, *, tables=None
+    cache: Cache, new: Tokens, count: Int[Array, "b"] | None = None, *, tables: Any = None
 ) -> Cache:
     """Remembers the first count[b] new tokens, however many, and settles what is older than the
     window into the bodies. A row whose tail should keep all and has no room is left as it was and
@@ -96,7 +107,7 @@ def absorb_long(
     return sharding.local(_settle, *_ready(cache, new, count), tables)
 
 
-def compress(cache: Cache, *, tables=None) -> Cache:
+def compress(cache: Cache, *, tables: Any = None) -> Cache:
     """Moves whole groups that are older than the window from the tail to the bodies.
 
     To be called at least every `recipe.stride` appended tokens, else the tail overflows. Tokens at
@@ -112,7 +123,7 @@ def _settle(cache: Cache, new: Tokens | None, count, tables):
     t = new.k.shape[2] if new is not None else 0
     flags = cache.flags
     if new is not None:
-        fixed = [g for g in cache.groups if g.window is None and not c.takes_more(g)]
+        fixed = [g for g in cache.groups if _bounded(cache, g) and not c.takes_more(g)]
         count, flags = _admit(cache, new, count, fixed)
     total = cache.seen + count
     moved = jnp.maximum((total - cache.edge - window) // size, 0) * size
@@ -264,7 +275,7 @@ def _emptied(body, here):
     return body.replace(pos=pos, owner=owner)
 
 
-def split_floats(cache: Cache):
+def split_floats(cache: Cache) -> tuple[list[Any], Callable[[list[Any]], Cache]]:
     """The floating leaves of a cache, and what joins them back: `(floats, join)`.
 
     floats is a list of arrays to differentiate or train, raw codes, scales, tails, biases;

@@ -1,7 +1,9 @@
-"""Recipes: named caches with options. A method of the literature is a line of this table."""
+"""Recipes: named caches with options. A scorer or codec in its table is a recipe of its name."""
 
 import dataclasses
+import inspect
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvjax import budgets, codecs, scorers
 from kvjax.cache import state
@@ -22,41 +24,58 @@ class Entry:
 REST = -1
 """A window of REST takes every entry that the sinks leave: `resolve` makes it a number."""
 
-INT8 = Spec("int8")
 SNAP = Spec("window_attention")
 POOL_SNAP = Spec("window_attention", (("kernel", 7), ("pool", "max")))
 
-RECIPES = {
-    "exact": Entry(CacheRecipe("exact"), "every token, exactly", "no compression"),
-    "int8": Entry(
-        CacheRecipe("int8", window=32, store=Store(INT8, INT8)),
-        "every token, 8 bits an entry and a scale per token and head",
-        "per-token int8 caches of serving engines",
-    ),
-    "key_norm": Entry(
-        CacheRecipe("key_norm", "after", 0.5, window=32, store=Store(),
-                    choice=Choice(Spec("key_norm"))),
-        "the keys of smallest norm, and a recent window",
-        "Devoto et al. 2024, arXiv:2406.11430",
+
+def _entry(recipe: CacheRecipe, method) -> Entry:
+    """A recipe described by the docstring of its method: first sentence, and the line "Source:"."""
+    doc = inspect.getdoc(method) or ""
+    source = doc.partition("Source: ")[2].partition("\n")[0].rstrip(".")
+    return Entry(recipe, doc.partition("\n")[0].rstrip("."), source)
+
+
+def _coded(name: str) -> Entry:
+    """The recipe of a codec: every token, coded as it leaves a recent window."""
+    codec = Spec(name)
+    return _entry(CacheRecipe(name, window=32, store=Store(codec, codec)), codecs.CODECS[name])
+
+
+def _scored(name: str) -> Entry:
+    """The recipe of a scorer: half of the tokens, chosen once, and a recent window."""
+    recipe = CacheRecipe(name, "after", 0.5, 32, store=Store(), choice=Choice(Spec(name)))
+    return _entry(recipe, scorers.SCORERS[name])
+
+
+NAMED = {
+    "exact": Entry(CacheRecipe("exact"), "Keeps every token exactly", "no compression"),
+    "streaming_llm": Entry(
+        CacheRecipe("streaming_llm", "during", 0.5, window=REST,
+                    store=Store(page=4, positions="read"), choice=Choice(Spec("oldest"), sinks=4)),
+        "Keeps the first four tokens and the most recent ones, renumbered",
+        "Xiao et al. 2023, arXiv:2309.17453",
     ),
     "snapkv": Entry(
         CacheRecipe("snapkv", "after", 0.5, window=64, store=Store(), choice=Choice(SNAP)),
-        "what the last window of the prompt attends to, and that window",
+        "Keeps what the last window of the prompt attends to, and that window",
         "Li et al. 2024, arXiv:2404.14469",
     ),
     "ada_snapkv": Entry(
         CacheRecipe("ada_snapkv", "after", 0.5, window=32, store=Store(page=32),
                     choice=Choice(POOL_SNAP, Spec("pooled"))),
-        "as snapkv, with one budget shared by the heads of a layer",
+        "Keeps as snapkv, with one budget shared by the heads of a layer",
         "Feng et al. 2024, arXiv:2407.11550",
     ),
-    "streaming_llm": Entry(
-        CacheRecipe("streaming_llm", "during", 0.5, window=REST,
-                    store=Store(page=4, positions="read"), choice=Choice(Spec("oldest"), sinks=4)),
-        "the first four tokens and the most recent ones, renumbered",
-        "Xiao et al. 2023, arXiv:2309.17453",
-    ),
 }  # fmt: skip
+
+USED = {entry.recipe.choice.scorer.name for entry in NAMED.values() if entry.recipe.choice}
+
+RECIPES = (
+    NAMED
+    | {name: _scored(name) for name in scorers.SCORERS if name not in USED}
+    | {name: _coded(name) for name in codecs.CODECS if name != "raw"}
+)
+"""Every recipe by name: those above, and one for each scorer and codec that they do not use."""
 
 
 def recipes() -> list[str]:
@@ -64,7 +83,7 @@ def recipes() -> list[str]:
     return list(RECIPES)
 
 
-def recipe(name: str, **options) -> CacheRecipe:
+def recipe(name: str, **options: Any) -> CacheRecipe:
     """The recipe `name` with options, frozen and hashable.
 
     keep (fraction of token entries kept) or slots (their number), window, sinks, when, stride,
@@ -124,7 +143,8 @@ def _defaults(method) -> dict[str, object]:
 def _with_codec(made, codec):
     k, v = (codec, codec) if isinstance(codec, (str, Spec)) else codec
     k, v = (Spec(x) if isinstance(x, str) else x for x in (k, v))
-    codecs.build(k, "k"), codecs.build(v, "v")
+    codecs.build(k, "k")
+    codecs.build(v, "v")
     return replace(made, store=replace(made.store or Store(), k=k, v=v))
 
 

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from flax import struct
 
-from kvjax import codecs
+from kvjax import codecs, struct
 from kvjax.attention import Query, attend_blocks, merge, visible
 from kvjax.cache import positions
-from kvjax.codecs.raw import static
+from kvjax.cache.write import pinned
 from kvjax.config import CacheRecipe, Rope
 from kvjax.errors import InputError
 from kvjax.shapes import EMPTY, Array, Float, Int
@@ -17,7 +16,7 @@ BLOCK = 512
 
 
 @struct.dataclass
-class Slots:
+class Slots(struct.Record):
     """A body: codes in pages. Leaves that grow with tokens are [l b rows pages slots ...].
 
     Without `pos` the slot is the position: slot s holds arrival base + s, once base + s < edge.
@@ -30,11 +29,11 @@ class Slots:
     pos: Int[Array, "l b r p s"] | None = None  # uint16, all ones empty; int32, -1 empty, if longer
     owner: Int[Array, "l b r p"] | None = None  # kv head within the row; -1 is free
     bias: Float[Array, "l b r p s"] | None = None  # added to the logits
-    page: int = static(128)
-    heads: int = static(1)  # kv heads that share a row: more than one in a pool
-    closed: bool = static(False)  # takes no more tokens: condense made it
-    temperature: float = static(1.0)  # divides the logits of this body (APE)
-    exponent: float = static(1.0)  # multiplies its log-sum-exp (APE's scale)
+    page: int = struct.static(128)
+    heads: int = struct.static(1)  # kv heads that share a row: more than one in a pool
+    closed: bool = struct.static(False)  # takes no more tokens: condense made it
+    temperature: float = struct.static(1.0)  # divides the logits of this body (APE)
+    exponent: float = struct.static(1.0)  # multiplies its log-sum-exp (APE's scale)
 
     @property
     def capacity(self) -> int:
@@ -97,17 +96,17 @@ def _rows(body, query, pos, recipe, rope, tables):
 
     def read(start, size):
         k, v = _decode(body, pair, start // body.page, size // body.page, dtype)
-        k, v = (rearrange(x, "b r p s d -> b r (p s) d") for x in (k, v))
         if turned:
-            k = positions.turn(k, cut(rotary, start, size, 2), rope)
+            at = rearrange(cut(rotary, start, size, 2), "b r (p s) -> b r p s", s=body.page)
+            k = positions.turn(k, at, rope)
         return k, v
 
     heads = jax.tree.leaves(body.codes)[0].shape[1]
     value_dim = jax.eval_shape(lambda: read(0, body.page))[1].shape[-1]
     bias = None if body.bias is None else rearrange(body.bias, "b r p s -> b r (p s)")
-    block = max(BLOCK // body.page, 1) * body.page
+    block, whole = max(BLOCK // body.page, 1) * body.page, pair.raw and not turned
     return attend_blocks(query, read, body.capacity, pos, bias, kv_heads=heads,
-                         value_dim=value_dim, block=block, whole=pair.raw)  # fmt: skip
+                         value_dim=value_dim, block=block, whole=whole)  # fmt: skip
 
 
 def on_read(recipe, pair) -> str | None:
@@ -119,7 +118,8 @@ def on_read(recipe, pair) -> str | None:
 
 def _decode(body, pair, first, pages, dtype):
     """Keys and values [b r pages slots d] of a range of pages."""
-    return pair.decode(jax.tree.map(lambda x: cut(x, first, pages, 2), body.codes), dtype)
+    some = lambda x: pinned(x, cut(pinned(x), first, pages, 2))  # noqa: E731
+    return pair.decode(jax.tree.map(some, body.codes), dtype)
 
 
 def _pooled(body, query, pos, recipe, rope, tables):

@@ -10,10 +10,9 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from flax import struct
 
+from kvjax import struct
 from kvjax.attention import Query
-from kvjax.codecs.raw import static
 from kvjax.config import Spec
 from kvjax.errors import unknown
 from kvjax.shapes import EMPTY, Array, Float
@@ -28,8 +27,8 @@ class RandomFeatures:
     Source: Choromanski et al. 2021, arXiv:2009.14794, lemma 1, with orthogonal directions.
     """
 
-    count: int = static(64)
-    seed: int = static(0)
+    count: int = struct.static(64)
+    seed: int = struct.static(0)
 
     def __call__(self, x: Float[Array, "*s d"]) -> Float[Array, "*s r"]:
         w = jnp.asarray(directions(self.count, x.shape[-1], self.seed))
@@ -60,12 +59,12 @@ def build(spec: Spec, tables=None):
 
 
 @struct.dataclass
-class State:
+class State(struct.Record):
     """Sums in float32: they add up over any number of tokens."""
 
     sums: Float[Array, "l b n r e"]  # of phi(k) v
     mass: Float[Array, "l b n r"]  # of phi(k)
-    scale: float = static(1.0)  # of query-key products
+    scale: float = struct.static(1.0)  # of query-key products
 
     closed = False
 

@@ -94,7 +94,9 @@ def _state(where, last, recipe, config, lead):
     """The state that ends a chain: as its recipe would make it."""
     n, d = config.kv_heads, config.head_dim
     try:
-        want = jax.eval_shape(lambda: state.empty(recipe.fold, *lead, n, d, config.scale))
+        want = jax.eval_shape(
+            lambda: state.empty(recipe.fold, lead[0], lead[1], n, d, config.scale)
+        )
     except InputError:
         raise
     except Exception as error:  # options in a damaged file can be anything

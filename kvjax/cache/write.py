@@ -109,10 +109,27 @@ def pinned(leaf, part=None):
     TPU. Tokens are on the lanes there where a head does not fill them.
     """
     part = leaf if part is None else part
-    order = list(range(leaf.ndim))
-    if leaf.shape[-1] % 128:
-        if leaf.shape[-2] < 128:
-            return part
-        order[-2:] = order[:-3:-1]
-    pin = lambda x: with_layout_constraint(x, Layout(tuple(order)))  # noqa: E731
+    order = _order(leaf.shape)
+    if order is None:
+        return part
+    pin = lambda x: with_layout_constraint(x, Layout(order))  # noqa: E731
     return jax.lax.platform_dependent(part, tpu=pin, default=lambda x: x)
+
+
+def _order(shape):
+    """Axes from major to minor as XLA orders those of a large leaf on TPU: its tiles of 8 x 128
+    are padded least, and rows are major among equals. None where each of these orders pads a lot.
+    """
+    if 0 in shape:
+        return None
+    last = len(shape) - 1
+    pairs = [(last - 1, last), (last, last - 1), (last - 2, last)]  # the two minor axes
+
+    def padded(pair):
+        rows, lanes = (shape[i] for i in pair)
+        return -(-rows // 8) * 8 / rows * (-(-lanes // 128) * 128 / lanes)
+
+    best = min(pairs, key=padded)
+    if padded(best) > 1.5:
+        return None
+    return (*(i for i in range(last + 1) if i not in best), *best)

@@ -6,13 +6,30 @@ RoPE is stored), `encode(x [... s d], valid [... s]) -> codes` with leaves `[...
 """
 
 import math
+from typing import Any, Protocol
 
-from flax import struct
-
+from kvjax import struct
 from kvjax.codecs.per_token import Int8
 from kvjax.codecs.raw import Raw
 from kvjax.config import Spec, Store
 from kvjax.errors import unknown
+
+
+class Codec(Protocol):
+    """One side of a store."""
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def rope(self) -> str: ...
+
+    def encode(self, x, valid=None) -> Any: ...
+
+    def decode(self, codes, dtype) -> Any: ...
+
+    def bound(self, x) -> Any: ...
+
 
 CODECS = {"raw": Raw, "int8": Int8}
 
@@ -21,8 +38,8 @@ CODECS = {"raw": Raw, "int8": Int8}
 class Pair:
     """The codecs of keys and of values, as one."""
 
-    k: object
-    v: object
+    k: Codec
+    v: Codec
 
     @property
     def group(self) -> int:

@@ -1,9 +1,8 @@
 """Int8: eight bits an entry with one scale per token and kv head."""
 
 import jax.numpy as jnp
-from flax import struct
 
-from kvjax.codecs.raw import static
+from kvjax import struct
 
 
 @struct.dataclass
@@ -15,9 +14,9 @@ class Int8:
     Source: the per-token int8 caches of serving engines (vLLM, TensorRT-LLM).
     """
 
-    side: str = static("k")
-    group: int = static(1)
-    rope: str = static("after")
+    side: str = struct.static("k")
+    group: int = struct.static(1)
+    rope: str = struct.static("after")
 
     def encode(self, x, valid=None):
         x = x.astype(jnp.float32)

@@ -1,19 +1,15 @@
 """Raw: the token itself, in the dtype of the cache."""
 
-from flax import struct
-
-
-def static(default):
-    return struct.field(pytree_node=False, default=default)
+from kvjax import struct
 
 
 @struct.dataclass
 class Raw:
     """Stores keys and values as they are."""
 
-    side: str = static("k")
-    group: int = static(1)
-    rope: str = static("after")
+    side: str = struct.static("k")
+    group: int = struct.static(1)
+    rope: str = struct.static("after")
 
     def encode(self, x, valid=None):
         return x

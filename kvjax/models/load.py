@@ -1,6 +1,7 @@
 """Loads weights by name or path."""
 
 from pathlib import Path
+from typing import Any
 
 from kvjax.config import ModelConfig
 from kvjax.errors import InputError
@@ -10,7 +11,7 @@ from kvjax.params import Params
 
 def load_weights(
     name_or_path, dtype=None, *, unofficial=False, progress=None
-) -> tuple[Params, ModelConfig, tuple[str, object]]:
+) -> tuple[Params, ModelConfig, tuple[str, Any]]:
     """(weights, config, source) of a named model, a GGUF file, a Hugging Face folder or a hub name.
 
     `source` is ("gguf", metadata) or ("folder", path): where the tokenizer comes from. `dtype` is

@@ -113,8 +113,13 @@ def _gguf_lists(metadata: dict) -> tuple[list[str], list[int]]:
         i = token_id(metadata, key, len(tokens))
         if i is not None and types[i] == NORMAL:
             types[i] = CONTROL
+    merges = metadata.get("tokenizer.ggml.merges")
+    made = {m.replace(" ", "", 1) for m in merges if isinstance(m, str)} if merges else set()
     for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind == UNKNOWN or kind in (USER, NORMAL) and LOOKS_CONTROL.fullmatch(token):
+        plain = kind == NORMAL and token in made  # Qwen merges its way to an ordinary "<unk>"
+        if kind == UNKNOWN or (
+            kind in (USER, NORMAL) and not plain and LOOKS_CONTROL.fullmatch(token)
+        ):
             types[i] = CONTROL
     return tokens, types
 

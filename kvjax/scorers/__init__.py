@@ -15,6 +15,11 @@ __all__ = ["SCORERS", "Seen", "build"]
 SCORERS = {"oldest": Oldest, "key_norm": KeyNorm, "window_attention": WindowAttention}
 
 
+def observes(spec: Spec) -> str | None:
+    """The observer whose evidence the scorer asks for."""
+    return getattr(build(spec), "observe", None)
+
+
 def build(spec: Spec, tables=None):
     """The scorer that `spec` names, with its tables (of one layer) if it has any."""
     if spec.name not in SCORERS:

@@ -1,8 +1,8 @@
 """Key norm: small keys draw attention."""
 
 import jax.numpy as jnp
-from flax import struct
 
+from kvjax import struct
 from kvjax.scorers.seen import Seen
 
 
@@ -13,8 +13,6 @@ class KeyNorm:
     The card has no window and no sinks; kvjax adds a window by default (window=0 is the card).
     Source: Devoto et al. 2024, arXiv:2406.11430.
     """
-
-    observe = None
 
     def __call__(self, seen: Seen):
         return -jnp.linalg.norm(seen.k.astype(jnp.float32), axis=-1)  # [b n s]

@@ -1,7 +1,6 @@
 """What a scorer may look at."""
 
-from flax import struct
-
+from kvjax import struct
 from kvjax.shapes import Array, Float, Int
 
 

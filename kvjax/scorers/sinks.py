@@ -1,8 +1,8 @@
 """Oldest: the first tokens of a row, the attention sinks."""
 
 import jax.numpy as jnp
-from flax import struct
 
+from kvjax import struct
 from kvjax.scorers.seen import Seen
 
 
@@ -12,8 +12,6 @@ class Oldest:
 
     Source: Xiao et al. 2023, arXiv:2309.17453, section 3.2.
     """
-
-    observe = None
 
     def __call__(self, seen: Seen):
         return -seen.pos.astype(jnp.float32)  # [b n s]

@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 from einops import rearrange, reduce
-from flax import struct
 
-from kvjax.codecs.raw import static
+from kvjax import struct
 from kvjax.scorers.seen import Seen
 
 
@@ -19,13 +18,14 @@ class WindowAttention:
     Source: Li et al. 2024, arXiv:2404.14469 (SnapKV), section 4 and its code.
     """
 
-    kernel: int = static(5)
-    pool: str = static("avg")  # avg | max
-    reduce: str = static("mean")  # mean | max | sum, over the group
+    kernel: int = struct.static(5)
+    pool: str = struct.static("avg")  # avg | max
+    reduce: str = struct.static("mean")  # mean | max | sum, over the group
 
     observe = "mass"
 
     def __call__(self, seen: Seen):
+        assert seen.evidence is not None, "its observer has not looked"
         n, sums = seen.k.shape[1], seen.evidence["sums"]  # [b h s]
         shape, half = (1, 1, self.kernel), self.kernel // 2
         pad = ((0, 0), (0, 0), (half, self.kernel - 1 - half))

@@ -14,7 +14,6 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from kvjax import scorers, sharding
-from kvjax.cache import cache as c
 from kvjax.cache import init, ops
 from kvjax.cache.cache import Cache
 from kvjax.cache.condense import compact
@@ -22,6 +21,7 @@ from kvjax.cache.evidence import OBSERVERS
 from kvjax.cache.recipes import resolve
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.errors import InputError
+from kvjax.inputs import a_cache, a_recipe, array, checked, fits, rows, whole
 from kvjax.model import look, observe
 from kvjax.params import Params, apart
 
@@ -84,17 +84,18 @@ def prefill(
     with when="after" reads exactly, then condenses; `question` [b, q] ids are then what its scorer
     looks from (query-aware). logits: "last" [b w] at each row's last token, "all" [b t w], "none".
     """
-    recipe = CacheRecipe() if recipe is None else recipe
-    tokens, lengths = _rows(tokens, lengths, mask)
-    _fits(model.config, tokens, lengths, max_length)
+    recipe, max_length = a_recipe(recipe), whole("max_length", max_length)
+    tokens, lengths = rows(model.config, tokens, lengths, mask)
+    fits(model.config, int(lengths.max()), max_length, "raise max_length")
     after = recipe.when == "after" and recipe.store is not None
     resolved = resolve(recipe, max_length)
     init.check(model.config, resolved, max_length)
-    exact = CacheRecipe(stride=recipe.stride, lookahead=recipe.lookahead)
+    # its sliding windows reach back past the window that the scorer reads again
+    exact = CacheRecipe(window=recipe.window, stride=recipe.stride, lookahead=recipe.lookahead)
     cache = _placed(
         model, init.init_cache(model.config, exact if after else resolved, len(tokens), max_length)
     )
-    width = min(chunk or recipe.chunk, max_length)
+    width = min(recipe.chunk if chunk is None else whole("chunk", chunk), max_length)
     out, cache = _feed(model, cache, tokens, lengths, width, logits)
     if after:
         cache = condense(model, cache, recipe, tokens=tokens, question=question)
@@ -108,16 +109,12 @@ def extend(
 
     The cache given is consumed: fork it first to keep it.
     """
-    tokens, lengths = _rows(tokens, lengths, None)
+    a_cache(cache)
+    tokens, lengths = rows(model.config, tokens, lengths)
     if len(tokens) != cache.batch:
         raise InputError(f"the cache holds {cache.batch} rows and tokens have {len(tokens)}")
     total = int(jnp.max(cache.seen + jnp.asarray(lengths)))
-    if total > cache.max_length:
-        raise InputError(
-            f"the cache was made for {cache.max_length} tokens and this makes {total}; "
-            "prefill with a larger max_length"
-        )
-    _fits_context(model.config, total)
+    fits(model.config, total, cache.max_length, "prefill with a larger one")
     width = min(
         cache.recipe.chunk, max(8, 1 << (tokens.shape[1] - 1).bit_length()), cache.max_length
     )
@@ -132,7 +129,8 @@ def condense(
     tokens [b t] are the ids it was made from: a scorer that asks for evidence reads its window (or
     the question [b q], if given) again; without them such a recipe raises.
     """
-    if any(group.bodies for group in cache.groups):
+    recipe = a_recipe(recipe)
+    if any(group.bodies for group in a_cache(cache).groups):
         raise InputError(
             f"condense takes an exact cache, this one is {cache.recipe.name!r} already"
         )
@@ -155,7 +153,7 @@ def condense(
     with _mesh(model):
         made = compact(cache, evidence, jnp.asarray(counts), model.config, recipe, sizes,
                        tables_of(model, recipe))  # fmt: skip
-    return _checked(_placed(model, made))
+    return checked(_placed(model, made))
 
 
 def _evidence(model, cache, recipe, counts, tokens, question):
@@ -165,7 +163,7 @@ def _evidence(model, cache, recipe, counts, tokens, question):
     assert observer is not None
     watch = OBSERVERS[observer]()
     if question is not None:
-        asked, count = _rows(question, None, None)
+        asked, count = rows(model.config, question)
         if len(asked) != len(lengths):
             raise InputError(
                 f"the cache holds {len(lengths)} rows and the question has {len(asked)}"
@@ -175,20 +173,31 @@ def _evidence(model, cache, recipe, counts, tokens, question):
             f"{recipe.name} looks at the prompt again: pass tokens=, the ids of the cache"
         )
     else:
-        tokens = np.asarray(tokens)
-        if tokens.ndim != 2 or len(tokens) != len(lengths) or tokens.shape[1] < lengths.max():
-            raise InputError(
-                f"tokens of shape {tokens.shape} are not the {lengths.tolist()} tokens of the cache"
-            )
+        tokens, _ = rows(model.config, tokens, lengths)
         count = np.minimum(recipe.window, counts)
         width = max(int(recipe.window), 1)
         at = np.clip((lengths - count)[:, None] + np.arange(width), 0, tokens.shape[1] - 1)
         asked = np.take_along_axis(tokens, at, axis=1)
+        _reaches_back(cache, count)
         cache = cache.replace(seen=cache.seen - count, clock=cache.clock - count)
     with _mesh(model):
         return _observe(
             model.params, model.config, cache, jnp.asarray(asked), jnp.asarray(count), watch
         )
+
+
+def _reaches_back(cache, count):
+    """Refuses to read the last tokens again where a sliding window has lost what they saw."""
+    for group in cache.groups:
+        if group.window is not None:
+            lost = np.maximum(np.asarray(cache.high) - group.tail.capacity, 0)
+            first = np.asarray(cache.seen) - count - (group.window - 1)
+            if ((lost > 0) & (first < lost)).any():
+                raise InputError(
+                    f"the sliding windows of this cache do not reach {int(count.max())} tokens "
+                    "back; prefill with the recipe, or with kvjax.recipe('exact', "
+                    f"window={int(count.max())})"
+                )
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -228,55 +237,8 @@ def _feed(model, cache, tokens, lengths, width, logits):
         elif logits == "last":
             ends = (lengths > first) & (lengths <= first + width)
             last = out if last is None else jnp.where(ends[:, None], out, last)
-    cache = _checked(cache)
+    cache = checked(cache)
     return (jnp.concatenate(parts, axis=1) if parts else last), cache
-
-
-def _rows(tokens, lengths, mask):
-    """Ids [b, t] right padded on the host, and their lengths; any mask is compacted once."""
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
-        raise InputError(
-            f"tokens must be whole numbers [batch, length], got {tokens.dtype} {tokens.shape}"
-        )
-    b, t = tokens.shape
-    if mask is not None:
-        if lengths is not None:
-            raise InputError("give lengths or mask, not both")
-        mask = np.asarray(mask, bool)
-        if mask.shape != tokens.shape:
-            raise InputError(f"mask has shape {mask.shape} and tokens {tokens.shape}")
-        order = np.argsort(~mask, axis=1, kind="stable")
-        tokens, lengths = np.take_along_axis(tokens, order, axis=1), mask.sum(axis=1)
-        tokens = tokens[:, : max(int(lengths.max(initial=0)), 1)]
-    lengths = np.full(b, t) if lengths is None else np.asarray(lengths)
-    if lengths.shape != (b,) or (lengths > t).any():
-        raise InputError(f"lengths {lengths.tolist()} do not fit tokens of shape {(b, t)}")
-    if b == 0 or t == 0 or (lengths < 1).any():
-        raise InputError(f"every row needs at least one token, got lengths {lengths.tolist()}")
-    return tokens.astype(np.int32), lengths.astype(np.int32)
-
-
-def _fits(config, tokens, lengths, max_length):
-    longest = int(lengths.max())
-    if longest > max_length:
-        raise InputError(
-            f"the prompt has {longest} tokens and max_length is {max_length}; raise max_length"
-        )
-    _fits_context(config, longest)
-    if tokens.min() < 0 or tokens.max() >= config.vocab:
-        raise InputError(
-            f"token ids go from {tokens.min()} to {tokens.max()} and the vocabulary has "
-            f"{config.vocab}"
-        )
-
-
-def _fits_context(config, length):
-    if length > config.context:
-        raise InputError(
-            f"{length} tokens are more than the model's context of {config.context}; shorten the "
-            "text"
-        )
 
 
 def tables_of(model: Model, recipe: CacheRecipe):
@@ -297,32 +259,20 @@ def _placed(model, cache):
     return sharding.place(cache, sharding.cache_specs(cache, model.mesh), model.mesh)
 
 
-def _checked(cache: Cache) -> Cache:
-    """Raises for flags that the pure functions have set."""
-    flags = np.asarray(cache.flags)
-    if flags.any():
-        rows = np.flatnonzero(flags).tolist()
-        bits = int(np.bitwise_or.reduce(flags))
-        if bits & c.NAN:
-            raise InputError(
-                f"NaN among keys or values of rows {rows}: weights or inputs are damaged"
-            )
-        if bits & c.OVERFLOW:
-            raise InputError(
-                f"no room for the tokens of rows {rows} in {cache.max_length}; raise max_length"
-            )
-        raise InputError(
-            f"rows {rows} cannot forget tokens that are compressed already; fork first"
-        )
-    return cache
-
-
 def fork(cache: Cache) -> Cache:
     """An independent copy: no buffer is shared."""
     return jax.tree.map(jnp.copy, cache)
 
 
 def truncate(cache: Cache, length: Any) -> Cache:
-    """`ops.truncate` that raises where a row cannot forget exactly; under jit it flags instead."""
-    made = ops.truncate(cache, length)
-    return made if isinstance(made.flags, Tracer) else _checked(made)
+    """`ops.truncate` that raises where a row cannot forget exactly; under jit it flags instead.
+
+    A copy: no buffer is shared with the cache given.
+    """
+    if isinstance(cache.flags, Tracer) or isinstance(length, Tracer):
+        return ops.truncate(cache, length)
+    least = array("length", length)
+    if least.shape not in ((), (cache.batch,)) or not np.issubdtype(least.dtype, np.integer):
+        raise InputError(f"length must be whole numbers, one or {cache.batch}, got {length!r:.60}")
+    to = jnp.broadcast_to(jnp.asarray(least, jnp.int32), cache.seen.shape)
+    return fork(checked(ops.truncate(cache, to)))

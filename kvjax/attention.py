@@ -79,27 +79,33 @@ def attend_blocks(query, read, slots, pos, bias=None, *, kv_heads, value_dim, bl
     q = rearrange(query.q, "b t (n g) d -> b n (g t) d", n=kv_heads)
     q = q * jnp.asarray(query.scale, q.dtype)
 
-    def part(start, size):
+    def part(start, size, first=0):
         kb, vb = read(start, size)
         pb = jax.lax.dynamic_slice_in_dim(pos, start, size, axis=pos.ndim - 1)
+        pb = jnp.where(start + jnp.arange(size) >= first, pb, -1)
         bb = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, start, size, axis=2)
         return _softmax(q, kb, vb, visible(query, pb), bb, group)
 
-    def add(carry, start, size):
+    def add(carry, start, size, first: Any = 0):
         pb = jax.lax.dynamic_slice_in_dim(pos, start, size, axis=pos.ndim - 1)
+        pb = jnp.where(start + jnp.arange(size) >= first, pb, -1)
         seen = jnp.any(visible(query, pb))
-        return jax.lax.cond(seen, lambda c: merge(c, part(start, size)), lambda c: c, carry)
+        return jax.lax.cond(seen, lambda c: merge(c, part(start, size, first)), lambda c: c, carry)
 
     if slots <= block or (whole and t * group <= WHOLE):
         out, lse = part(0, slots)
-    else:
+    else:  # decoded codes: the last block may begin in the one before, as a size of its own would
+        # make XLA lay all codes out anew on TPU
         shape = (q.shape[0], kv_heads, group * t)
         carry = jnp.zeros((*shape, value_dim), jnp.float32), jnp.full(shape, EMPTY, jnp.float32)
-        full = slots // block
+        full = slots // block if whole else -(-slots // block)
+        last = slots - block
         carry, _ = jax.lax.scan(
-            lambda c, i: (add(c, i * block, block), None), carry, jnp.arange(full)
+            lambda c, i: (add(c, jnp.minimum(i * block, last), block, i * block), None),
+            carry,
+            jnp.arange(full),
         )
-        out, lse = add(carry, full * block, slots - full * block) if slots % block else carry
+        out, lse = add(carry, full * block, slots - full * block) if slots > full * block else carry
     out = rearrange(out, "b n (g t) e -> b t (n g) e", t=t)
     return out, rearrange(lse, "b n (g t) -> b t (n g)", t=t)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from kvjax import struct
 from kvjax.cache.select import top
 from kvjax.config import Spec
-from kvjax.errors import unknown
+from kvjax.errors import InputError, unknown
 
 
 @struct.dataclass
@@ -35,6 +35,11 @@ class Pooled:
     alpha: float = struct.static(0.2)
 
     pooled = True
+
+    def check(self):
+        """Refuses a floor that is no fraction."""
+        if not 0 <= self.alpha <= 1:
+            raise InputError(f"alpha is a fraction from 0 to 1, got {self.alpha}")
 
     def __call__(self, scores, valid, protected, pos, count):
         b, n, s = scores.shape

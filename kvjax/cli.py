@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+import kvjax
 from kvjax.errors import InputError, unknown
 
 COMMANDS = {
@@ -44,17 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv):
     parser, commands = _parser()
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+    if not argv:
+        return argparse.Namespace(run=lambda args: _usage(parser))
+    if not argv[0].startswith("-") and argv[0] not in COMMANDS:
         raise unknown("command", argv[0], COMMANDS)
     args, rest = parser.parse_known_args(argv)
     if args.command == "bench":
         args.rest = rest
         return args
-    known = [o for a in commands[args.command]._actions for o in a.option_strings]
+    actions = commands[args.command]._actions
+    args.known = [o for a in actions if a.dest != "help" for o in a.option_strings]
     if not hasattr(args, "options"):
         for word in rest:
             raise (
-                unknown("option", word, known)
+                unknown(f"option of kvjax {args.command}", word, args.known)
                 if word.startswith("-")
                 else InputError(
                     f"{word!r} is one argument too many; see kvjax {args.command} --help"
@@ -65,6 +69,11 @@ def _parse(argv):
     if args.keep is not None:
         args.options["keep"] = args.keep
     return args
+
+
+def _usage(parser):
+    parser.print_help(sys.stderr)
+    return 2
 
 
 def _options(words, command):
@@ -97,6 +106,7 @@ def _parser():
     parser = Parser(
         prog="kvjax", description="Long contexts with compressed KV caches.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
     sub = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     commands = {}
     for name, text in COMMANDS.items():
@@ -136,6 +146,7 @@ def _compare(parser):
     parser.add_argument(
         "--recipe", action="append", help="a recipe to compare; may be given again (six recipes)"
     )
+    parser.add_argument("--all", action="store_true", help="every recipe")
     parser.add_argument(
         "--max-new-tokens", type=_positive, default=32, help="tokens compared (%(default)s)"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -29,6 +30,26 @@ def progress(*columns):
         yield bar
 
 
+@contextlib.contextmanager
+def steps(args, total: int):
+    """A function that names the step that begins: a bar on a terminal, else a line on stderr.
+
+    With --json a stderr that is no terminal stays empty.
+    """
+    begun = []
+    with progress() as bar:
+        task = bar.add_task("", total=total)
+
+        def tick(what):
+            bar.update(task, description=what, completed=len(begun))
+            begun.append(what)
+            if bar.disable and not args.json:
+                line = f"{what} ({len(begun)} of {total})" if total > 1 else what
+                print(f"kvjax: {line}", file=sys.stderr, flush=True)
+
+        yield tick
+
+
 def say(args, report: dict, show) -> None:
     """Prints the report: JSON where asked, otherwise what `show(report, console)` draws."""
     if args.json:
@@ -44,11 +65,20 @@ def download(name, force=False, unofficial=False) -> tuple[str, float]:
     started = time.perf_counter()
     with progress(DownloadColumn()) as bar:
         task = bar.add_task(f"fetching {name}", total=None)
+        most = -1
+
+        def advance(done, total):
+            nonlocal most
+            if bar.disable and most < 0:
+                print(f"kvjax: fetching {name}", file=sys.stderr, flush=True)
+            most = max(most, done)  # files that pip moves are gone for a moment
+            bar.update(task, completed=most, total=total)
+
         path = fetch_file(
             name,
             force=force,
             unofficial=unofficial,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=advance,
         )
     return str(path), time.perf_counter() - started
 
@@ -90,27 +120,22 @@ def demo(args) -> None:
     """kvjax demo."""
     from kvjax import demo as showing
 
-    chosen = showing.recipes(args.all, args.keep)
+    keep = {} if args.keep is None else {"keep": args.keep}
+    chosen = comparing.contenders(None, keep, args.all)
     started = time.perf_counter()
     model, fetch_s = loaded(args.model)
     load_s = time.perf_counter() - started - fetch_s
-    with progress() as bar:
-        task = bar.add_task("", total=len(chosen) + 1)
-        begun = []
-
-        def tick(what):
-            bar.update(task, description=what, completed=len(begun))
-            begun.append(what)
-
+    if not args.json:
+        Console().print(showing.opening(model, args.model, chosen) + "\n", highlight=False)
+        sys.stdout.flush()
+    with steps(args, len(chosen) + 1) as tick:
         report = showing.run(model, chosen, tick)
     report |= {"model": args.model, "fetch_s": fetch_s, "load_s": load_s}
     report["total_s"] = time.perf_counter() - started - fetch_s
     say(args, report, showing.show)
     if not args.json:
         Console().print(
-            "tokens: per layer and kv head. of exact: of the exact cache here "
-            f"({model.config.dtype}). of bf16: of an exact bfloat16 cache. log p: of the right "
-            f"answer. ms/token: median, compiled.\nDownload {fetch_s:.1f} s, everything else "
+            f"Download {fetch_s:.1f} s, everything else "
             f"{report['total_s']:.1f} s "
             f"(loading {load_s:.1f}, reading {report['prefill_s']:.1f}).",
             highlight=False,
@@ -119,14 +144,15 @@ def demo(args) -> None:
 
 def ask(args) -> None:
     """kvjax ask."""
+    comparing.check_options(args.options, args.known)
     text, question = file_and_question(args)
     recipe = kvjax.recipe(args.recipe, **args.options)
     model, _ = loaded(args.model)
     tokens, asked = comparing.split(model.tokenizer, text, question)
     max_length = comparing.room(len(tokens) + len(asked) + args.max_new_tokens)
     started = time.perf_counter()
-    with progress() as bar:
-        bar.add_task(f"reading {len(tokens):,} tokens", total=None)
+    with steps(args, 1) as tick:
+        tick(f"reading {len(tokens):,} tokens")
         _, cache = kvjax.prefill(
             model, np.asarray([tokens], np.int32), recipe, max_length=max_length, logits="none"
         )
@@ -140,8 +166,9 @@ def ask(args) -> None:
         on_token=None if args.json else _printer(model.tokenizer),
     )
     report = {"answer": made.text, "recipe": args.recipe, "options": args.options}
-    report |= {"prompt_tokens": len(tokens) + len(asked), "tokens_kept": size.tokens}
-    report |= {"bytes": size.bytes, "share": size.share, "read_s": read_s}
+    report |= {"prompt_tokens": len(tokens) + len(asked), "tokens_read": len(tokens)}
+    report |= {"tokens_kept": size.tokens, "bytes": size.bytes, "dtype": model.config.dtype}
+    report |= {"share_of_exact_bf16": size.share_of_exact_bf16, "read_s": read_s}
     report["answer_s"] = time.perf_counter() - started - read_s
     say(args, report, _show_ask)
 
@@ -158,24 +185,22 @@ def _printer(tokenizer):
 
 def _show_ask(report, console):
     console.print(
-        f"\n[dim]{report['recipe']}: {report['tokens_kept']:,.0f} of {report['prompt_tokens']:,} "
-        f"tokens kept, {report['bytes']:,} bytes ({report['share']:.0%} of the exact bf16 cache); "
-        f"read in {report['read_s']:.1f} s, answered in {report['answer_s']:.1f} s[/]"
+        f"\n[dim]{report['recipe']}: {report['tokens_kept']:,.0f} of {report['tokens_read']:,} "
+        f"tokens kept, {report['bytes'] / 1e6:,.1f} MB ({report['share_of_exact_bf16']:.0%} of the "
+        f"exact bf16 cache); read in {report['read_s']:.1f} s, answered in "
+        f"{report['answer_s']:.1f} s. {comparing.legend(report['dtype'])}[/]",
+        highlight=False,
     )
 
 
 def compare(args) -> None:
     """kvjax compare."""
+    comparing.check_options(args.options, args.known)
     text, question = file_and_question(args)
-    chosen = comparing.contenders(args.recipe, args.options)
+    chosen = comparing.contenders(args.recipe, args.options, args.all)
     model, _ = loaded(args.model)
     tokens, asked = comparing.split(model.tokenizer, text, question)
-    with progress() as bar:
-        task = bar.add_task("reading", total=len(chosen) + 1)
-
-        def tick(what):
-            bar.update(task, description=what, advance=1)
-
+    with steps(args, len(chosen) + 1) as tick:
         report = comparing.run(model, tokens, asked, chosen, args.max_new_tokens, tick)
     say(args, report, comparing.show)
 
@@ -190,14 +215,23 @@ def recipes(args) -> None:
 def _show_recipes(report, console):
     rows = report["recipes"]
     common = set.intersection(*(set(row["options"]) for row in rows if row["when"]))
+    hidden = common | {"slots", "count", "fold"}  # the same everywhere; said below
     table = Table(title="kvjax.recipe(name, **options)", title_justify="left")
-    for name in ("recipe", "what is kept", "when", "own options", "source"):
-        table.add_column(name, no_wrap=name in ("recipe", "when"), overflow="fold")
+    for name in ("recipe", "what is kept, and the source", "when", "own options"):
+        table.add_column(name, no_wrap=name in ("recipe", "when"))
     for row in rows:
-        own = ", ".join(f"{k}={v}" for k, v in row["options"].items() if k not in common)
-        table.add_row(row["name"], row["kept"], row["when"], own, row["source"])
+        own = ", ".join(f"{k}={v}" for k, v in row["options"].items() if k not in hidden)
+        source = f"[dim]{escape(row['source'])}[/]"
+        table.add_row(row["name"], f"{escape(row['kept'])}\n{source}", row["when"], own)
     console.print(table)
-    console.print(f"All that compress take {', '.join(sorted(common))} and codec.")
+    console.print(
+        f"All that compress take {', '.join(sorted(common))} and codec. window: recent tokens that "
+        "are always kept as they are. codec: how the rest is stored, as int8. Recipes that drop "
+        "tokens also take keep: the fraction kept; slots: a number of tokens instead; sinks: "
+        "first tokens always kept; count: how many entries keep means, exact or in the paper's "
+        "arithmetic; fold: what happens to dropped tokens, None or random_features (when=during).",
+        highlight=False,
+    )
 
 
 def fetch(args) -> None:

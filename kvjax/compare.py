@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,8 +16,9 @@ import kvjax
 from kvjax.cache import positions, slots
 from kvjax.cache.cache import oldest_in_ring
 from kvjax.cache.recipes import RECIPES, options_of
+from kvjax.cache.state import State
 from kvjax.config import CacheRecipe, ModelConfig
-from kvjax.errors import InputError
+from kvjax.errors import InputError, unknown
 
 # One of each kind: where a token stands, what it is, who looks at it, budgets per head, and codes.
 SIX = (
@@ -36,9 +38,9 @@ WORDS = 32  # question and answer are padded to whole multiples, so that they sh
 class Held:
     """What a cache holds."""
 
-    tokens: float  # live entries, mean over layers and kv heads
+    tokens: float  # live entries, mean over layers and kv heads, to a tenth
     bytes: int
-    share: float  # of the exact bf16 cache with the same room
+    share_of_exact_bf16: float  # of the exact bf16 cache with the same room
 
 
 def with_keep(name: str, keep: float | None, **options) -> CacheRecipe:
@@ -66,7 +68,8 @@ def held(config: ModelConfig, cache, max_length: int) -> Held:
     """Counts what one row of `cache` holds."""
     size = kvjax.nbytes(cache)
     exact = 2 * 2 * config.layers * config.kv_heads * config.head_dim * max_length  # k and v, bf16
-    return Held(live(cache), size, size / exact)
+    tokens = round(live(cache), 1)
+    return Held(int(tokens) if tokens == int(tokens) else tokens, size, size / exact)
 
 
 def live(cache) -> float:
@@ -77,12 +80,14 @@ def live(cache) -> float:
         ring = positions.ring(group.tail.capacity, cache.seen, low)
         count = float((ring >= 0).sum(-1).mean())
         for body in group.bodies:
+            if isinstance(body, State):  # sums over tokens: it has no entries
+                continue
             if body.pos is None:
                 count += float(jnp.clip(cache.edge - body.base, 0).mean())
                 continue
-            filled = (slots.unpack_pos(body.pos) >= 0).sum((-1, -2)).mean((0, 1))  # [r]
-            heads = group.tail.k.shape[2] if body.owner is not None else filled.shape[0]
-            count += float(filled.sum()) / heads
+            filled = (slots.unpack_pos(body.pos) >= 0).sum((-1, -2))  # [l b r]
+            heads = group.tail.k.shape[2] if body.owner is not None else filled.shape[2]
+            count += int(filled.sum()) / (heads * filled[..., 0].size)
         per_layer += count * (group.stop - group.start)
         layers += group.stop - group.start
     return per_layer / layers
@@ -135,13 +140,18 @@ def ms_per_token(model, cache, question, count: int) -> float:
     return 1000 * statistics.median(times[1:]) / count
 
 
+def when(recipe: CacheRecipe) -> str:
+    """When it compresses: "during" the reading, "after" it, or "" for never."""
+    return recipe.when if recipe.store else ""
+
+
 def describe(name: str) -> dict:
     """A row of the table of recipes."""
     entry = RECIPES[name]
     return {
         "name": name,
         "kept": entry.keeps,
-        "when": entry.recipe.when if entry.recipe.store else "",
+        "when": when(entry.recipe),
         "options": options_of(entry.recipe),
         "source": entry.source,
     }
@@ -158,15 +168,27 @@ def split(tokenizer, text: str, question: str) -> tuple[list[int], list[int]]:
     return whole[:common], whole[common:]
 
 
-def contenders(names, options: dict) -> list:
+def check_options(options: dict, others) -> None:
+    """Raises InputError for an option that no recipe takes; `others` are the command's own."""
+    known = {"codec"}.union(*(options_of(entry.recipe) for entry in RECIPES.values()))
+    for name in options:
+        if name not in known:
+            flags = [f"--{option.replace('_', '-')}" for option in known]
+            raise unknown("option", f"--{name.replace('_', '-')}", {*flags, *others})
+
+
+def contenders(names, options: dict, everything: bool = False) -> list:
     """(title, CacheRecipe) of the exact cache and of the recipes named, by default the six."""
     made = [("exact", kvjax.recipe("exact"))]
+    if names and everything:
+        raise InputError("--all is every recipe; leave out --recipe or --all")
     if names:
         made += [(name, kvjax.recipe(name, **options)) for name in names if name != "exact"]
         return made
     if other := [name for name in options if name != "keep"]:
         raise InputError(f"option --{other[0]} belongs to one recipe; name it with --recipe")
-    for name, own in SIX:
+    every = ((name, {}) for name in kvjax.recipes() if name != "exact")
+    for name, own in every if everything else SIX:
         title = " + ".join([name, *own.values()])
         made.append((title, with_keep(name, options.get("keep"), **own)))
     return made
@@ -176,16 +198,17 @@ def run(model, tokens, asked, chosen, max_new_tokens: int, tick) -> dict:
     """A row for each recipe, measured on the answer that the exact cache gives; `tick` advances."""
     max_length = room(len(tokens) + len(asked) + max_new_tokens)
     ids = np.asarray([tokens], np.int32)
-    tick("exact")
+    tick("reading the text")
     _, exact = kvjax.prefill(model, ids, max_length=max_length, logits="none")
     target = answer(model, exact, asked, max_new_tokens).tokens
     truth = logprobs(model, exact, asked, target)
-    report = {"tokens": len(tokens), "compared": len(target), "rows": []}
+    report = {"tokens": len(tokens), "compared": len(target), "dtype": model.config.dtype}
+    report["rows"] = []
     for name, recipe in chosen:
         tick(name)
         cache = build(model, exact, ids, recipe, max_length)
         kl, agreement = divergence(truth, logprobs(model, cache, asked, target))
-        row = {"recipe": name, "when": recipe.when, "keep": recipe.keep}
+        row = {"recipe": name, "when": when(recipe), "keep": recipe.keep}
         row |= dataclasses.asdict(held(model.config, cache, max_length))
         row |= {"kl": kl, "agreement": agreement}
         row["ms_per_token"] = ms_per_token(model, cache, asked, TIMED)
@@ -194,20 +217,48 @@ def run(model, tokens, asked, chosen, max_new_tokens: int, tick) -> dict:
     return report
 
 
+def legend(dtype: str) -> str:
+    """What the bytes count, in a sentence."""
+    return (
+        f"MB is all that is allocated: {dtype} where it is not coded, whole pages, and room for "
+        "later tokens, so that small texts gain less than keep says."
+    )
+
+
+def table(title: str, columns) -> Table:
+    """A table of recipes that fits 80 columns."""
+    made = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+    )
+    made.add_column("recipe", no_wrap=True)
+    for name in ("tokens", "MB", "of exact", "of bf16", *columns, "ms/tok"):
+        made.add_column(name, justify="right", no_wrap=True)
+    return made
+
+
+def add_row(table: Table, row: dict, exact: int, cells) -> None:
+    """Adds a row of the report, with `cells` for the columns that `table` was given."""
+    table.add_row(
+        row["recipe"], f"{row['tokens']:,.0f}", f"{row['bytes'] / 1e6:,.1f}",
+        f"{row['bytes'] / exact:.0%}", f"{row['share_of_exact_bf16']:.0%}",
+        *cells, f"{row['ms_per_token']:.1f}",
+    )  # fmt: skip
+
+
 def show(report: dict, console: Console) -> None:
     """A table of measures, then the answers."""
     title = f"{report['tokens']:,} tokens read, {report['compared']} tokens of answer compared"
-    table = Table(title=title, title_justify="left")
+    drawn = table(title, ("KL", "top-1"))
     exact = report["rows"][0]["bytes"]
-    table.add_column("recipe", no_wrap=True)
-    for name in ("tokens", "bytes", "of exact", "of bf16", "KL", "top-1", "ms/token"):
-        table.add_column(name, justify="right")
     for row in report["rows"]:
-        table.add_row(
-            row["recipe"], f"{row['tokens']:,.0f}", f"{row['bytes']:,}",
-            f"{row['bytes'] / exact:.0%}", f"{row['share']:.0%}",
-            f"{row['kl']:.4f}", f"{row['agreement']:.0%}", f"{row['ms_per_token']:.1f}",
-        )  # fmt: skip
-    console.print(table)
+        add_row(drawn, row, exact, (f"{row['kl']:z.4f}", f"{row['agreement']:.0%}"))
+    console.print(drawn)
+    console.print(
+        "\nKL: mean divergence of the next-token probabilities from those of the exact cache, in "
+        "nats, along its answer. top-1: how often the likeliest token is the same. tokens: kept, "
+        "per layer and kv head. of exact: of the exact cache here. of bf16: of an exact bfloat16 "
+        f"cache. ms/tok: median, compiled. {legend(report['dtype'])}\n",
+        highlight=False,
+    )
     for row in report["rows"]:
         console.print(f"[bold]{row['recipe']}[/]: {escape(row['answer'].strip())}")

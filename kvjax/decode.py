@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from kvjax.cache.cache import Cache, takes_more
 from kvjax.cache.ops import append, compress
 from kvjax.config import ModelConfig
+from kvjax.errors import InputError
 from kvjax.model import look
 from kvjax.params import Params
 from kvjax.sampling import sample
@@ -66,6 +67,8 @@ def generate_some(
     which all rows end (traced). Two nested scans: the outer carries the bodies and compresses every
     `recipe.stride` tokens, the inner carries only the tails.
     """
+    if steps < 1:
+        raise InputError(f"steps must be at least 1, got {steps}")
     cache = compress(cache, tables=tables)
     stride = min(cache.recipe.stride, steps) if any(map(takes_more, cache.groups)) else steps
     done = jnp.zeros(tokens.shape, bool) if done is None else done

@@ -52,13 +52,16 @@ def passage() -> str:
     return "\n\n".join(paragraphs)
 
 
-def recipes(everything: bool, keep: float | None) -> list:
-    """The exact recipe, then six or all others, as (title, CacheRecipe)."""
-    if not everything:
-        return compare.contenders(None, {} if keep is None else {"keep": keep})
-    names = [name for name in kvjax.recipes() if name != "exact"]
-    made = [(name, compare.with_keep(name, keep)) for name in names]
-    return [("exact", kvjax.recipe("exact")), *made]
+def opening(model, name: str, chosen) -> str:
+    """What the demo is about to do."""
+    count = len(model.tokenizer.encode(passage()))
+    keeps = sorted({recipe.keep for _, recipe in chosen if recipe.choice is not None})
+    return (
+        f"{name} reads chapter 15 of Moby Dick with {len(PLANTED)} planted facts "
+        f"({count:,} tokens) once exactly, then through {len(chosen) - 1} compressed caches. From "
+        f"each it continues {len(QUESTIONS)} sentences. Recipes that drop tokens keep "
+        f"{' or '.join(f'{keep:.0%}' for keep in keeps)} of them."
+    )
 
 
 def ask(model, cache, question: Question) -> dict:
@@ -87,12 +90,13 @@ def run(model, chosen, tick, questions=QUESTIONS) -> dict:
     started = time.perf_counter()
     _, exact = kvjax.prefill(model, tokens, max_length=max_length, logits="none")
     jax.block_until_ready(exact)
-    report = {"tokens": tokens.shape[1], "prefill_s": time.perf_counter() - started, "rows": []}
+    report = {"tokens": tokens.shape[1], "prefill_s": time.perf_counter() - started}
+    report |= {"dtype": model.config.dtype, "rows": []}
     for name, recipe in chosen:
         tick(name)
         started = time.perf_counter()
         cache = jax.block_until_ready(compare.build(model, exact, tokens, recipe, max_length))
-        row = {"recipe": name, "when": recipe.when, "keep": recipe.keep}
+        row = {"recipe": name, "when": compare.when(recipe), "keep": recipe.keep}
         row |= {"build_s": time.perf_counter() - started}
         row |= dataclasses.asdict(compare.held(model.config, cache, max_length))
         row["answers"] = [ask(model, cache, question) for question in questions]
@@ -106,28 +110,37 @@ def show(report: dict, console: Console) -> None:
     """What each cache holds and costs, then what it answers, a table for each question."""
     rows = report["rows"]
     exact = rows[0]["bytes"]
-    cost = Table(title=f"The caches of {report['tokens']:,} tokens", title_justify="left")
-    cost.add_column("recipe", no_wrap=True)
-    for name in ("tokens", "bytes", "of exact", "of bf16", "right", "ms/token"):
-        cost.add_column(name, justify="right")
+    cost = compare.table(f"The caches of {report['tokens']:,} tokens", ("right",))
     for row in rows:
         right = sum(a["right"] for a in row["answers"])
-        cost.add_row(
-            row["recipe"], f"{row['tokens']:,.0f}", f"{row['bytes']:,}",
-            f"{row['bytes'] / exact:.0%}", f"{row['share']:.0%}",
-            f"{right}/{len(row['answers'])}", f"{row['ms_per_token']:.1f}",
-        )  # fmt: skip
+        compare.add_row(cost, row, exact, (f"{right}/{len(row['answers'])}",))
     console.print(cost)
+    during = ", ".join(row["recipe"] for row in rows if row["when"] == "during")
+    console.print(
+        "\ntokens: kept, per layer and kv head. of exact: of the exact cache here. of bf16: of an "
+        "exact bfloat16 cache. right: answers. ms/tok: median, compiled. "
+        f"{compare.legend(report['dtype'])} These compress while reading, the others "
+        f"afterwards: {during or 'none'}.\n\n"
+        "Below, (planted) is a made-up fact that we put into the text and no model can know; "
+        "(found) is a fact of the chapter itself. log p: log-probability of the right answer.\n",
+        highlight=False,
+    )
     for i, asked in enumerate(rows[0]["answers"]):
         kind = "planted" if asked["planted"] else "found"
         title = f"{i + 1}. {asked['question']} ... [bold]{asked['expected']}[/] ({kind})"
         table = Table(title=title, title_justify="left", title_style="")
         table.add_column("recipe", min_width=max(len(row["recipe"]) for row in rows))
         table.add_column("answer", no_wrap=True, width=36, overflow="ellipsis")
-        table.add_column("", min_width=5)
+        table.add_column("right?", min_width=6)
         table.add_column("log p", justify="right", min_width=6)
         for row in rows:
             answer = row["answers"][i]
             mark = "[green]right[/]" if answer["right"] else "[red]wrong[/]"
             table.add_row(row["recipe"], escape(answer["answer"]), mark, f"{answer['logprob']:.2f}")
         console.print(table)
+    console.print(
+        "Recipes that evict choose what to keep without seeing the question, so a fact that is "
+        "asked about later may be gone; codecs keep every token. "
+        'Next, on a text of yours: kvjax compare your.txt "question"',
+        highlight=False,
+    )

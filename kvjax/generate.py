@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.api import Model, _checked, _mesh, _rows, extend, prefill, tables_of
+from kvjax.api import Model, _mesh, extend, prefill, tables_of
 from kvjax.cache.cache import Cache, nbytes
 from kvjax.cache.recipes import resolve
 from kvjax.config import CacheRecipe
 from kvjax.decode import generate_some
 from kvjax.errors import InputError
+from kvjax.inputs import a_cache, a_recipe, array, checked, fits, number, whole
+from kvjax.inputs import rows as checked_rows
 from kvjax.sampling import sample
 
 RUN = 16
@@ -51,15 +53,15 @@ def generate(
     recipe. stop: token ids that end a row; default those of the tokenizer, () for none.
     on_token(row, id) is called for each token, in runs of up to 16. Equal seeds give equal tokens.
     """
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise InputError(
-            f"temperature must be >= 0 and top_p in (0, 1], got {temperature} and {top_p}"
-        )
+    max_new_tokens = whole("max_new_tokens", max_new_tokens)
+    temperature = number("temperature", temperature, 0.0)
+    top_p = number("top_p", top_p, 1e-9, 1.0)
+    recipe = None if recipe is None else a_recipe(recipe)
+    cache = None if cache is None else a_cache(cache)
     tokens, lengths, single = _prompt(model, prompt, cache is not None)
     if stop is None:
         stop = sorted(model.tokenizer.stop_ids) if model.tokenizer else ()
+    stop = tuple(int(i) for i in array("stop", stop).astype(int).reshape(-1))
     begin = time.perf_counter()
     logits, cache, peak = _start(model, tokens, lengths, recipe, cache, max_new_tokens)
     jax.block_until_ready(logits)
@@ -67,7 +69,7 @@ def generate(
     key = jax.random.key(seed)
     first = _sample(logits, jax.random.fold_in(key, 0), temperature, top_p)
     rows, cache = _loop(model, cache, first, key, max_new_tokens, temperature, top_p,
-                        tuple(int(i) for i in stop), on_token)  # fmt: skip
+                        stop, on_token)  # fmt: skip
     stats = dict(
         prompt_tokens=lengths.tolist(), new_tokens=[len(r) for r in rows],
         prefill_s=between - begin, decode_s=time.perf_counter() - between,
@@ -75,7 +77,7 @@ def generate(
     )  # fmt: skip
     text = [model.tokenizer.decode(r) for r in rows] if model.tokenizer else [""] * len(rows)
     return Generation(
-        text[0] if single else text, rows[0] if single else rows, _checked(cache), stats
+        text[0] if single else text, rows[0] if single else rows, checked(cache), stats
     )
 
 
@@ -83,16 +85,18 @@ def _prompt(model, prompt, follows):
     """Ids [b, t], lengths [b], and whether one row was given plainly."""
     if isinstance(prompt, str):
         prompt, single = [prompt], True
+    elif isinstance(prompt, Sequence) and any(isinstance(p, str) for p in prompt):
+        single = False
     else:
-        prompt = list(prompt)
-        single = bool(prompt) and isinstance(prompt[0], (int, np.integer))
-        prompt = [prompt] if single else prompt
-    if not prompt:
+        try:
+            prompt = [np.asarray(p) for p in prompt]
+        except (TypeError, ValueError):
+            raise InputError(f"a prompt is text or token ids, got {str(prompt)[:60]}") from None
+        single = bool(prompt) and prompt[0].ndim == 0
+        prompt = [np.asarray(prompt)] if single else prompt
+    if not len(prompt):
         raise InputError("the prompt is empty; give at least one token")
-    add = False if follows else None
-    rows = [
-        model.tokenizer.encode(p, add_bos=add) if isinstance(p, str) else list(p) for p in prompt
-    ]
+    rows = [_ids(model, p, add_bos=False if follows else None) for p in prompt]
     lengths = np.array([len(r) for r in rows])
     if (lengths == 0).any():
         raise InputError(
@@ -101,7 +105,18 @@ def _prompt(model, prompt, follows):
     tokens = np.zeros((len(rows), lengths.max()), np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
-    return *_rows(tokens, lengths, None), single
+    return *checked_rows(model.config, tokens, lengths), single
+
+
+def _ids(model, prompt, add_bos):
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise InputError("this model has no tokenizer; give token ids")
+        return model.tokenizer.encode(prompt, add_bos=add_bos)
+    row = array("a prompt", prompt)
+    if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+        raise InputError(f"token ids must be whole numbers in a row, got {str(prompt)[:60]}")
+    return row.tolist()
 
 
 def _start(model, tokens, lengths, recipe, cache, more) -> tuple[Any, Cache, int]:
@@ -125,12 +140,8 @@ def _start(model, tokens, lengths, recipe, cache, more) -> tuple[Any, Cache, int
             f"the cache was made with {cache.recipe.name!r} and recipe is {recipe.name!r} with its "
             "own options: a cache keeps its recipe; leave recipe out"
         )
-    need = int(jnp.max(cache.seen)) + int(lengths.max()) + more
-    if need > cache.max_length:
-        raise InputError(
-            f"the cache was made for {cache.max_length} tokens and this takes {need}; "
-            "prefill with a larger max_length"
-        )
+    need = int(jnp.max(cache.seen + lengths)) + more
+    fits(model.config, need, cache.max_length, "prefill with a larger one")
     logits, cache = extend(model, tokens, cache, lengths=lengths)
     return logits, cache, nbytes(cache)
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.api import Model, _checked, _mesh, _placed
+from kvjax.api import Model, _mesh, _placed
 from kvjax.cache import init, ops, positions
 from kvjax.cache.cache import Cache, LayerCache, Tail, Tokens
 from kvjax.config import CacheRecipe, ModelConfig, Store
 from kvjax.errors import InputError, unknown
+from kvjax.inputs import a_cache, array, checked, fits, number, rows
 from kvjax.model import look
 
 
@@ -32,24 +33,28 @@ def join(
     """
     if positions not in ("follow", "reuse"):
         raise unknown("value of positions", positions, ("follow", "reuse"))
-    if not caches:
-        raise InputError("join needs at least one cache")
+    if not isinstance(caches, (list, tuple)) or not caches:
+        raise InputError("join needs a list of at least one cache")
     for i, cache in enumerate(caches):
         _exact(cache, f"join: cache {i}")
         if cache.batch != caches[0].batch:
             raise InputError(f"join: cache {i} has {cache.batch} rows, the first {caches[0].batch}")
-    if temperature <= 0 or scale <= 0:
-        raise InputError(f"temperature and scale must be above 0, got {temperature} and {scale}")
+    temperature = number("temperature", temperature, 1e-9)
+    scale = number("scale", scale, 1e-9)
+    clocks = np.stack([np.asarray(cache.clock) for cache in caches])
+    last = clocks.sum(axis=0) if positions == "follow" else clocks.max(axis=0)
+    room = sum(cache.max_length for cache in caches)
+    fits(model.config, int(last.max()), room, "make the pieces with a larger one")
     plain = positions == "follow" and temperature == scale == 1.0
     with _mesh(model):
         whole = _placed(model, _follow(tuple(caches), model.config, turn=positions == "follow"))
         if not plain:
             whole = _placed(model, _as_body(whole, model.config, temperature, scale))
-    return _checked(whole)
+    return checked(whole)
 
 
 def _exact(cache, who):
-    if any(group.bodies for group in cache.groups):
+    if any(group.bodies for group in a_cache(cache).groups):
         raise InputError(
             f"{who} is compressed ({cache.recipe.name!r}): its keys cannot be moved exactly; use "
             "exact caches and condense the result"
@@ -63,10 +68,17 @@ def _follow(caches, config: ModelConfig, turn: bool):
     room = sum(cache.max_length for cache in caches)
     whole = init.init_cache(config, first.recipe, first.batch, room)
     longest = jnp.zeros_like(first.seen)
+    high = jnp.zeros_like(first.seen)
     for cache in caches:
         by = whole.seen if turn else jnp.zeros_like(whole.seen)
+        for old, new in zip(cache.groups, whole.groups, strict=True):
+            if old.window is not None:  # what a piece has forgotten stays forgotten
+                lost = jnp.maximum(cache.high - old.tail.capacity, 0)
+                reach = whole.seen + lost + new.tail.capacity
+                high = jnp.maximum(high, jnp.where(lost > 0, reach, 0))
         whole = ops.absorb_long(whole, _tokens(cache, config, by), cache.seen)
         longest = jnp.maximum(longest, cache.clock)
+    whole = whole.replace(high=jnp.maximum(whole.high, high))
     return whole if turn else whole.replace(clock=longest)
 
 
@@ -118,21 +130,33 @@ def edit(model: Model, cache: Cache, span: tuple[int, int], tokens: Any) -> Cach
     _exact(cache, "edit: the cache")
     if any(g.window is not None and g.tail.capacity < cache.max_length for g in cache.groups):
         raise InputError("edit needs every token, and sliding-window layers have forgotten some")
-    start, stop = (int(x) for x in span)
+    start, stop = (int(x) for x in array("span", span).reshape(2))
     shortest = int(jnp.min(cache.seen))
     if not 0 <= start <= stop <= shortest:
         raise InputError(
             f"span {start}..{stop} does not lie within the {shortest} tokens of the cache"
         )
-    tokens = np.asarray(tokens, np.int32).reshape(cache.batch, -1)
-    total = int(jnp.max(cache.seen)) + tokens.shape[1] - (stop - start)
-    if total > cache.max_length:
-        raise InputError(f"the cache was made for {cache.max_length} tokens and this makes {total}")
-    if total < 1:
-        raise InputError("edit would leave no tokens")
+    tokens = array("tokens", tokens)
+    if tokens.size:
+        tokens, _ = rows(model.config, tokens)
+    tokens = tokens.reshape(cache.batch, -1) if not tokens.size else tokens
+    if len(tokens) != cache.batch:
+        raise InputError(f"the cache holds {cache.batch} rows and tokens have {len(tokens)}")
+    change = tokens.shape[1] - (stop - start)
+    if shortest + change < 1:
+        raise InputError("edit would leave a row without tokens")
+    total = int(jnp.max(cache.seen)) + change
+    fits(model.config, total, cache.max_length, "prefill with a larger one")
     with _mesh(model):
-        made = _edit(model.params, cache, tokens, jnp.int32(start), jnp.int32(stop), model.config)
-    return _checked(made)
+        made = _edit(
+            model.params,
+            cache,
+            tokens.astype(np.int32),
+            jnp.int32(start),
+            jnp.int32(stop),
+            model.config,
+        )
+    return checked(made)
 
 
 @functools.partial(jax.jit, static_argnames="config")

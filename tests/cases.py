@@ -80,7 +80,8 @@ def _cases():
     }
     slow = (  # each of their parts is in a quicker case
         "key_norm during", "key_norm rerot", "snapkv int8", "int8 after", "raw during", "int8,raw",
-        "ada_snapkv int8",         "hybrid exact", "hybrid streaming_llm",
+        "ada_snapkv int8", "snapkv int8 rerot", "hybrid exact", "hybrid streaming_llm",
+        "hybrid int8",
     )  # fmt: skip
     return {k: Case(k, r, PLAIN, k not in slow) for k, r in made.items()} | {
         k: Case(k, r, HYBRID, k not in slow) for k, r in hybrid.items()

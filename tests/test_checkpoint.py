@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+import kvjax
 from kvjax import api, checkpoint, codecs, leaf_file, sharding, struct
 from kvjax.cache import init
 from kvjax.cache.recipes import RECIPES, recipe
@@ -197,7 +198,7 @@ def test_it_opens_on_another_mesh(name, tmp_path):
         specs = sharding.cache_specs(cache, mine.mesh)
         assert jax.tree.map(lambda x: x.sharding.spec, again) == specs
     leaves = structure(path)["leaves"]
-    assert sum(leaf["bytes"] for leaf in leaves.values()) == api.c.nbytes(cache)
+    assert sum(leaf["bytes"] for leaf in leaves.values()) == kvjax.nbytes(cache)
 
 
 def refused(path, mine, *parts, **options):

@@ -1,5 +1,6 @@
 """The command line: bad input is one sentence and exit code 2; --json is JSON."""
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -7,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import kvjax
-from kvjax import cli
+from kvjax import cli, commands, compare
 
 ROOT = Path(__file__).parents[1]
 TEXT = "The lighthouse keeper was called Ambrose Tull. He had never been to Lisbon.\n" * 8
@@ -29,10 +31,10 @@ def book(tmp_path):
 
 # The words of a command, and what its one sentence must contain.
 BAD = [
-    ("", "command"),
     ("dmeo", "did you mean 'demo'?"),
     ("recipes --jsn", "did you mean '--json'?"),
     ("recipes extra", "'extra'"),
+    ("recipes --recipe x", "option of kvjax recipes '--recipe'; there are: --json"),
     ("demo --keep 1.5", "at most 1, got '1.5'"),
     ("demo --keep half", "got 'half'"),
     ("demo --model smollm2-135n", "did you mean 'smollm2-135m'?"),
@@ -48,7 +50,9 @@ BAD = [
     ("ask latin1.txt Who?", "byte 15 is 0xe9"),
     ("ask bom.txt Who?", "byte 6 is 0xff"),
     ("ask good.txt Who? --recipe snapvk", "did you mean 'snapkv'?"),
-    ("ask good.txt Who? --recipe snapkv --windw 32", "did you mean 'window'?"),
+    ("ask good.txt Who? --recipe snapkv --windw 32", "did you mean '--window'?"),
+    ("ask good.txt Who? --kep 0.5", "'--kep'; did you mean '--keep'?"),
+    ("ask --kep 0.5 good.txt Who?", "'--kep'; did you mean '--keep'?"),
     ("ask good.txt Who? --recipe snapkv --codec int9", "did you mean 'int8'?"),
     ("ask good.txt Who? --keep", "--keep"),
     ("ask good.txt Who? --window", "needs a value"),
@@ -59,6 +63,8 @@ BAD = [
     ("compare good.txt ' '", "question is empty"),
     ("compare latin1.txt Who?", "byte 15"),
     ("compare good.txt Who? --window 8", "--recipe"),
+    ("compare good.txt Who? --all --recipe int8", "leave out"),
+    ("compare good.txt Who? --modle x", "did you mean '--model'?"),
     ("compare good.txt Who? --recipe extract", "did you mean 'exact'?"),
     ("bench", "what"),
     ("bench sped", "sped"),
@@ -79,7 +85,7 @@ def test_bad_input_is_one_sentence(words, sentence, book, monkeypatch, capsys):
 def test_the_process_exits_with_2(book):
     """What a shell sees: the exit code, and one line on stderr."""
     file = book / "latin1.txt"
-    words = [sys.executable, "-m", "kvjax.cli", "ask", str(file), "Who?"]
+    words = [sys.executable, "-m", "kvjax", "ask", str(file), "Who?"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
@@ -96,6 +102,20 @@ def test_help(command, capsys):
     assert "usage: kvjax" in capsys.readouterr().out
 
 
+def test_without_a_command_it_says_what_there_is(capsys):
+    assert cli.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("usage: kvjax")
+    assert all(command in said.err for command in cli.COMMANDS)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"kvjax {kvjax.__version__}\n"
+
+
 def test_recipe_options_are_read_as_values():
     """Words the parser does not know are the recipe's options, typed by how they read."""
     words = "ask f q --keep 0.5 --bits=4 --codec kivi,int8 --count paper --flag true".split()
@@ -104,14 +124,39 @@ def test_recipe_options_are_read_as_values():
     }  # fmt: skip
 
 
-def test_recipes_lists_the_table(capsys):
+def test_recipes_lists_the_table(monkeypatch, capsys):
     """One row for each recipe, in JSON and for people."""
     assert cli.main(["recipes", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["recipes"]
     assert [row["name"] for row in rows] == list(kvjax.recipes())
     assert all(row["kept"] for row in rows)
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["recipes"]) == 0
-    assert "streaming_llm" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "streaming_llm" in table and "arXiv:2309.17453" in table
+    assert all(len(line) <= 80 for line in table.splitlines())
+
+
+def test_tables_fit_80_columns(monkeypatch, capsys):
+    """No cell of a table is cut, for a long text too."""
+    row = dict(recipe="streaming_llm", tokens=131072, bytes=6_040_000_000, ms_per_token=123.4)
+    row |= dict(share_of_exact_bf16=2.0, kl=0.12345, agreement=1.0, answer="yes")
+    report = dict(tokens=131072, compared=32, dtype="float32", rows=[row])
+    monkeypatch.setenv("COLUMNS", "80")
+    compare.show(report, Console())
+    said = capsys.readouterr().out
+    assert "…" not in said and "6,040.0" in said and "ms/tok" in said
+    assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_steps_are_lines_where_there_is_no_terminal(capsys):
+    """One plain line a step on stderr; none with --json."""
+    for as_json in (False, True):
+        with commands.steps(argparse.Namespace(json=as_json), 2) as tick:
+            tick("exact")
+            tick("snapkv")
+        lines = capsys.readouterr().err.splitlines()
+        assert lines == ([] if as_json else ["kvjax: exact (1 of 2)", "kvjax: snapkv (2 of 2)"])
 
 
 def test_ask_answers_in_json(book, capsys):

@@ -21,7 +21,8 @@ PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 def listed(monkeypatch, tmp_path):
     """The page's file and its line, as a contributor would add them."""
     code, line = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    name, cls = re.match(r'\s*"(\w+)": (\w+),', line).groups()
+    name, cls = re.search(r'"(\w+)": (\w+),', line).groups()
+    assert f"from kvjax.scorers.{name} import {cls}" in line
     (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     method = getattr(__import__(name), cls)

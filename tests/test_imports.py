@@ -18,12 +18,13 @@ NAN OVERFLOW RULES UNDERFLOW
 
 # From the outside in. A module imports from its own line and from lines below it, no other.
 LAYERS = [
-    ("cli",),
+    ("__main__", "cli"),
     ("commands", "compare", "demo"),
     ("generate",),
     ("reuse",),
     ("api", "checkpoint", "decode"),
     ("model",),
+    ("inputs",),
     ("cache", "data", "leaf_file", "models", "sampling", "sharding"),
     ("budgets", "codecs", "scorers"),
     ("attention", "layers", "params"),

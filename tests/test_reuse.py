@@ -147,11 +147,11 @@ def test_what_cannot_be_exact_is_refused():
         (lambda: kvjax.join(m, []), "at least one"),
         (lambda: kvjax.join(m, [cache, small]), "compressed"),
         (lambda: kvjax.join(m, [cache], positions="folow"), "follow"),
-        (lambda: kvjax.join(m, [cache], temperature=0.0), "above 0"),
+        (lambda: kvjax.join(m, [cache], temperature=0.0), "temperature must be"),
         (lambda: kvjax.join(m, [cache, read(m, ids(1, 5, 1))]), "1 rows, the first 2"),
         (lambda: kvjax.edit(m, small, (1, 2), ids(3, 1)), "compressed"),
         (lambda: kvjax.edit(m, cache, (5, 25), ids(3, 1)), "within the 20"),
-        (lambda: kvjax.edit(m, cache, (0, 0), ids(3, 70)), "80"),
+        (lambda: kvjax.edit(m, cache, (0, 0), ids(3, 70)), "90 tokens and max_length is 80"),
     ):
         with pytest.raises(kvjax.InputError, match=said):
             call()

@@ -73,7 +73,7 @@ def test_chain_takes_exactly_what_eviction_drops():
     ids = jax.random.randint(jax.random.key(1), (2, 40), 0, 50)
     cache = kvjax.init_cache(CONFIG, FOLDED, 2, 64)
     _, new = kvjax.look(params, CONFIG, None, ids)
-    cache = kvjax.absorb_long(cache, new)
+    cache = jax.jit(kvjax.absorb_long)(cache, new)
     body, folded = cache.groups[0].bodies
     held = np.where(body.pos[..., :] == 65535, -1, body.pos.astype(jnp.int32)).reshape(2, 2, 2, -1)
     phi = state.RandomFeatures()
@@ -92,12 +92,13 @@ def test_nothing_dropped_is_exact_and_a_reset_row_is_empty():
     ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 50)
     want, _ = kvjax.look(params, CONFIG, None, ids)
     cache = kvjax.init_cache(CONFIG, FOLDED, 2, 64)
-    _, new = kvjax.look(params, CONFIG, cache, ids[:, :11])
-    cache = kvjax.absorb_long(cache, new)
-    got, new = kvjax.look(params, CONFIG, cache, ids[:, 11:])
+    look = jax.jit(lambda cache, ids: kvjax.look(params, CONFIG, cache, ids))
+    absorb = jax.jit(kvjax.absorb_long)
+    cache = absorb(cache, look(cache, ids[:, :11])[1])
+    got, new = look(cache, ids[:, 11:])
     np.testing.assert_allclose(got[:, 0], want[:, 11], atol=1e-4)  # logits of order 10
     for _ in range(4):
-        cache = kvjax.absorb_long(cache, new)
+        cache = absorb(cache, new)
     folded = kvjax.reset(cache, 0).groups[0].bodies[1]
     assert (folded.mass[:, 0] == 0).all() and (folded.mass[:, 1] > 0).any()
 

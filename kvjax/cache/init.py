@@ -109,6 +109,8 @@ def init_cache(
     """
     recipe = resolve(recipe, max_length)
     check(config, recipe, max_length)
+    if batch < 1:
+        raise InputError(f"batch must be at least 1, got {batch}")
     after = recipe.when == "after" and recipe.store is not None
     length = min(max_length, length or max_length)
     sizes = Sizes(bucket(length), bucket(max(max_length - length, 1)))
@@ -153,8 +155,9 @@ def layers(
         shape = (stop - start, batch, n, capacity, d)
         return Tail(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    if kind.window is not None:
-        capacity = round_up(kind.window + recipe.stride + recipe.lookahead, 8)
+    if kind.window is not None:  # an exact cache may be read again from `window` tokens back
+        again = recipe.window if recipe.store is None or recipe.when == "after" else 0
+        capacity = round_up(kind.window + max(recipe.stride, again) + recipe.lookahead, 8)
         return LayerCache(tail(min(capacity, max_length)), (), start, stop, kind.window)
     if recipe.store is None:
         return LayerCache(tail(max_length), (), start, stop)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from kvjax import codecs, sharding
 from kvjax.cache import cache as c
@@ -221,15 +222,27 @@ def _cuts(cache, group):
     return whole and group_of(cache) == 1 and all(b.pos is None for b in group.bodies)
 
 
+def _in_batch(cache, rows) -> None:
+    """Refuses rows that are not there, where their numbers are known."""
+    if not isinstance(rows, Tracer):
+        rows = jnp.asarray(rows)
+        if not jnp.issubdtype(rows.dtype, jnp.integer) or bool(
+            ((rows < 0) | (rows >= cache.batch)).any()
+        ):
+            raise InputError(f"rows {rows.tolist()} are not among the {cache.batch} of the cache")
+
+
 def select(cache: Cache, rows: Int[Array, "r"]) -> Cache:
     """The conversations `rows` of a batch, as a batch of their own."""
     rows = jnp.asarray(rows)
+    _in_batch(cache, rows)
     take = lambda x: jnp.take(x, rows, axis=1 if x.ndim > 1 else 0)  # noqa: E731
     return jax.tree.map(take, cache)
 
 
 def insert(cache: Cache, row: int | Int[Array, ""], other: Cache) -> Cache:
     """Puts the one conversation of `other` in a row of a batch; both of one recipe and size."""
+    _in_batch(cache, row)
     if other.batch != 1:
         raise InputError(f"insert takes a cache of one row, got {other.batch}; use select first")
     if jax.tree.structure(cache) != jax.tree.structure(other):
@@ -248,17 +261,22 @@ def insert(cache: Cache, row: int | Int[Array, ""], other: Cache) -> Cache:
 
 
 def reset(cache: Cache, row: int | Int[Array, ""]) -> Cache:
-    """Forgets a row: it is ready for a new conversation, with its budget as before."""
+    """Forgets a row: it is ready for a new conversation, with its budget as before.
+
+    Outside jit a copy: no buffer is shared with the cache given.
+    """
+    _in_batch(cache, row)
     here = jnp.arange(cache.batch) == row
     zero = lambda x: jnp.where(here, 0, x)  # noqa: E731
     groups = tuple(
         group.replace(bodies=tuple(_emptied(body, here) for body in group.bodies))
         for group in cache.groups
     )
-    return cache.replace(
+    made = cache.replace(
         groups=groups, seen=zero(cache.seen), clock=zero(cache.clock), edge=zero(cache.edge),
         high=zero(cache.high), flags=zero(cache.flags),
     )  # fmt: skip
+    return made if isinstance(cache.flags, Tracer) else jax.tree.map(jnp.copy, made)
 
 
 def _emptied(body, here):

@@ -83,7 +83,7 @@ def recipes() -> list[str]:
     return list(RECIPES)
 
 
-def recipe(name: str, **options: Any) -> CacheRecipe:
+def recipe(name: str, /, **options: Any) -> CacheRecipe:
     """The recipe `name` with options, frozen and hashable.
 
     keep (fraction of token entries kept) or slots (their number), window, sinks, when, stride,
@@ -92,8 +92,8 @@ def recipe(name: str, **options: Any) -> CacheRecipe:
     a state, when="during"). An unknown name or option raises InputError and offers
     the nearest.
     """
-    if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES)
+    if not isinstance(name, str) or name not in RECIPES:
+        raise unknown("recipe", str(name), RECIPES)
     made = RECIPES[name].recipe
     if "codec" in options:
         made = _with_codec(made, options.pop("codec"))
@@ -123,7 +123,7 @@ def resolve(made: CacheRecipe, max_length: int) -> CacheRecipe:
     """The recipe with a window of REST made a number, for texts of up to max_length tokens."""
     if made.window != REST or made.choice is None:
         return made
-    entries = made.choice.slots or round(made.keep * max_length)
+    entries = min(made.choice.slots or round(made.keep * max_length), max_length)
     window = entries - made.choice.sinks
     if window < 1:
         raise InputError(
@@ -141,8 +141,11 @@ def _defaults(method) -> dict[str, object]:
 
 
 def _with_codec(made, codec):
-    k, v = (codec, codec) if isinstance(codec, (str, Spec)) else codec
-    k, v = (Spec(x) if isinstance(x, str) else x for x in (k, v))
+    sides = (codec, codec) if isinstance(codec, (str, Spec)) else codec
+    named = isinstance(sides, (tuple, list)) and all(isinstance(x, (str, Spec)) for x in sides)
+    if not named or len(sides) != 2:
+        raise InputError(f"codec must be a name, or one for keys and one for values, got {codec!r}")
+    k, v = (Spec(x) if isinstance(x, str) else x for x in sides)
     codecs.build(k, "k")
     codecs.build(v, "v")
     return replace(made, store=replace(made.store or Store(), k=k, v=v))
@@ -155,6 +158,8 @@ def _with(made, option, value):
             raise InputError(f"{made.name} keeps every token: it has no option 'keep'")
         raise unknown(f"option of {made.name}", option, known)
     if option == "fold":
+        if not isinstance(value, (str, Spec, type(None))):
+            raise InputError(f"fold must be the name of features, got {value!r}")
         spec = Spec(value) if isinstance(value, str) else value
         _ = spec and state.build(spec)
         return replace(made, fold=spec)
@@ -177,7 +182,24 @@ def _with(made, option, value):
 
 
 def _spec_with(spec, option, value) -> Spec:
+    """The spec with one option more, which must be of a plain type."""
+    if not isinstance(value, (str, bool, int, float, type(None))):
+        raise InputError(f"{spec.name}: {option} must be a number or a name, got {value!r}")
     return Spec(spec.name, tuple(sorted((dict(spec.options) | {option: value}).items())))
+
+
+def _check(method) -> None:
+    """Options of a method must be of the type of their defaults, and pass its own `check`."""
+    for f in dataclasses.fields(method):
+        value, kind = getattr(method, f.name), type(f.default)
+        fits = (int, float) if kind is float else (kind,)
+        if f.default is not None and f.default is not dataclasses.MISSING:
+            if type(value) not in fits:
+                raise InputError(
+                    f"{f.name} must be {' or '.join(t.__name__ for t in fits)}, got {value!r}"
+                )
+    if hasattr(method, "check"):
+        method.check()
 
 
 def valid(made: CacheRecipe) -> CacheRecipe:
@@ -189,7 +211,7 @@ def valid(made: CacheRecipe) -> CacheRecipe:
                 f"{made.name}: {name} must be a whole number from {least}, got {value!r}"
             )
 
-    if not isinstance(made.keep, (int, float)) or not 0 < made.keep <= 1:
+    if type(made.keep) not in (int, float) or not 0 < made.keep <= 1:
         raise InputError(
             f"{made.name}: keep is a fraction above 0 and at most 1, got {made.keep!r}"
         )
@@ -202,7 +224,11 @@ def valid(made: CacheRecipe) -> CacheRecipe:
         whole("page", made.store.page, 1)
         if made.store.positions not in POLICIES[:3]:
             raise unknown("value of positions", made.store.positions, POLICIES[:3])
+        for spec, side in ((made.store.k, "k"), (made.store.v, "v")):
+            _check(codecs.build(spec, side))
     if made.choice is not None:
+        _check(scorers.build(made.choice.scorer))
+        _check(budgets.build(made.choice.budget))
         whole("sinks", made.choice.sinks, 0)
         if made.choice.slots is not None:
             whole("slots", made.choice.slots, 1)

@@ -7,7 +7,6 @@ from einops import rearrange
 from kvjax import codecs, struct
 from kvjax.attention import Query, attend_blocks, merge, visible
 from kvjax.cache import positions
-from kvjax.cache.write import pinned
 from kvjax.config import CacheRecipe, Rope
 from kvjax.errors import InputError
 from kvjax.shapes import EMPTY, Array, Float, Int
@@ -118,8 +117,7 @@ def on_read(recipe, pair) -> str | None:
 
 def _decode(body, pair, first, pages, dtype):
     """Keys and values [b r pages slots d] of a range of pages."""
-    some = lambda x: pinned(x, cut(pinned(x), first, pages, 2))  # noqa: E731
-    return pair.decode(jax.tree.map(some, body.codes), dtype)
+    return pair.decode(jax.tree.map(lambda x: cut(x, first, pages, 2), body.codes), dtype)
 
 
 def _pooled(body, query, pos, recipe, rope, tables):

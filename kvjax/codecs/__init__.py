@@ -31,7 +31,10 @@ class Codec(Protocol):
     def bound(self, x) -> Any: ...
 
 
-CODECS = {"raw": Raw, "int8": Int8}
+CODECS = {
+    "raw": Raw,
+    "int8": Int8,
+}
 
 
 @struct.dataclass

@@ -12,7 +12,11 @@ from kvjax.scorers.window_attention import WindowAttention
 
 __all__ = ["SCORERS", "Seen", "build"]
 
-SCORERS = {"oldest": Oldest, "key_norm": KeyNorm, "window_attention": WindowAttention}
+SCORERS = {
+    "oldest": Oldest,
+    "key_norm": KeyNorm,
+    "window_attention": WindowAttention,
+}
 
 
 def observes(spec: Spec) -> str | None:

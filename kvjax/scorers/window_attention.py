@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from einops import rearrange, reduce
 
 from kvjax import struct
+from kvjax.errors import InputError, unknown
 from kvjax.scorers.seen import Seen
 
 
@@ -23,6 +24,15 @@ class WindowAttention:
     reduce: str = struct.static("mean")  # mean | max | sum, over the group
 
     observe = "mass"
+
+    def check(self):
+        """Refuses options that mean nothing."""
+        if self.kernel < 1:
+            raise InputError(f"kernel must be at least 1, got {self.kernel}")
+        if self.pool not in ("avg", "max"):
+            raise unknown("value of pool", self.pool, ("avg", "max"))
+        if self.reduce not in ("mean", "max", "sum"):
+            raise unknown("value of reduce", self.reduce, ("mean", "max", "sum"))
 
     def __call__(self, seen: Seen):
         assert seen.evidence is not None, "its observer has not looked"

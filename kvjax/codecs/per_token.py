@@ -4,6 +4,8 @@ import jax.numpy as jnp
 
 from kvjax import struct
 
+TINY = float(jnp.finfo(jnp.float32).tiny)
+
 
 @struct.dataclass
 class Int8:
@@ -21,13 +23,13 @@ class Int8:
     def encode(self, x, valid=None):
         x = x.astype(jnp.float32)
         top = jnp.max(jnp.abs(x), axis=-1)
-        scale = top / 127.0
-        codes = jnp.round(x / jnp.where(top > 0, scale, 1.0)[..., None])
+        scale = jnp.maximum(top / 127.0, TINY)  # below it XLA would flush the scale to zero
+        codes = jnp.round(x / scale[..., None])
         return {"codes": codes.astype(jnp.int8), "scale": scale}
 
     def decode(self, codes, dtype):
         return (codes["codes"].astype(jnp.float32) * codes["scale"][..., None]).astype(dtype)
 
     def bound(self, x):
-        """Largest error of an entry: half a level, and a rounding of float32."""
-        return jnp.max(jnp.abs(x), axis=-1) * (0.5 / 127.0 + 1e-6)
+        """Largest error of an entry: half a level, a rounding of float32, its smallest number."""
+        return jnp.max(jnp.abs(x), axis=-1) * (0.5 / 127.0 + 1e-6) + TINY

@@ -8,7 +8,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -16,12 +15,11 @@ from rich.progress import MofNCompleteColumn
 
 from kvjax import cli, commands, data, recipe
 from kvjax.errors import InputError, unknown
-from kvjax.eval import speed_report  # pyright: ignore[reportMissingImports]
+from kvjax.eval import peers, speed_report
 from kvjax.models import fetch, gguf_header, tokenizer
 
 ENGINES = {"kvjax": "kvjax_speed", "transformers": "transformers_speed"}
-PEERS = ("transformers",)
-PEER_PACKAGES = ("torch==2.13.0", "transformers==5.2.0", "gguf", "accelerate")
+PEERS = tuple(name for name in ENGINES if name in peers.PEERS)
 TASKS = ("memory", "speed")  # of every turn, each a process
 PREFILL = 2048  # tokens, or the longest context if that is shorter
 SKIP = 30_000  # characters at the start of the text that are left out: contents and front matter
@@ -36,7 +34,7 @@ def run(argv: list[str]) -> int:
         raise InputError(f"there is no folder {Path(args.out).parent}; make it first")
     pythons = {"kvjax": sys.executable}
     if args.peer:
-        pythons[args.peer] = args.peer_python or peer_python()
+        pythons[args.peer] = args.peer_python or peers.python(args.peer)
     job, head = job_of(args), head_of(args, argv)
     turns, head["machine"], lines = measure(job, pythons, args.repeats)
     rows = speed_report.rows(turns, head["machine"])
@@ -164,66 +162,9 @@ def measure(job, pythons, repeats):
 
 def turn(name, python, job, tick) -> dict:
     """Runs one job in a process of its own and gives its result."""
-    script = Path(__file__).parent / "peers" / "turn.py"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvjax-speed-"))
-        log = stack.enter_context(open(Path(folder) / "log", "w+", encoding="utf-8"))
-        file = Path(folder) / "job.json"
-        file.write_text(json.dumps(job | {"engine": ENGINES[name]}), "utf-8")
-        try:
-            process = subprocess.Popen(
-                [python, str(script), str(file)], env=environment, text=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
-            )  # fmt: skip
-        except OSError as error:
-            raise InputError(f"cannot run {python}: {error.strerror}") from None
-        with process:
-            stack.callback(process.kill)
-            last = _follow(process.stdout, lambda what: tick(f"{name}: {what}"))
-        log.seek(0)
-        said = log.read().strip().splitlines()
-    if "result" not in last:
-        reason = last.get("error") or (said[-1] if said else f"exit code {process.returncode}")
-        raise InputError(f"{name} in {python} gave no result: {reason[:300]}")
+    own = job | {"engine": ENGINES[name]}
+    *_, last = peers.lines(name, python, peers.script("transformers"), own, tick)
     return last["result"]
-
-
-def _follow(stream, tick) -> dict:
-    """The last line of JSON of a turn; what it is doing goes to `tick`."""
-    last = {}
-    for line in stream:
-        if not line.startswith("{"):  # a library has something to say
-            continue
-        last = json.loads(line)
-        if "doing" in last:
-            tick(last["doing"])
-    return last
-
-
-def peer_python() -> str:
-    """The Python of a virtual environment in the cache folder, made on first use."""
-    folder = fetch.cache_folder() / "peer-transformers"
-    python, ready = folder / "bin" / "python", folder / "ready"
-    if ready.exists():
-        return str(python)
-    console = Console(stderr=True)
-    console.print(f"making {folder} with {', '.join(PEER_PACKAGES)}; once, some minutes")
-    steps = (
-        [sys.executable, "-m", "venv", "--clear", str(folder)],
-        [str(python), "-m", "pip", "install", "-q", "--no-input", *PEER_PACKAGES],
-    )
-    for command in steps:
-        with console.status(command[2]):
-            made = subprocess.run(command, capture_output=True, text=True)
-        if made.returncode:
-            said = (made.stderr or made.stdout).strip().splitlines()
-            raise InputError(
-                f"could not make {folder} ({said[-1][:200] if said else made.returncode}); "
-                "give --peer-python, a Python with torch and transformers"
-            )
-    ready.write_text("\n".join(PEER_PACKAGES), "utf-8")
-    return str(python)
 
 
 def write(path: Path, text: str) -> None:

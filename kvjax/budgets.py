@@ -28,7 +28,8 @@ class Pooled:
     """One pool per layer: the best of all heads together, with a floor for each head.
 
     Each head keeps its best `floor(alpha * count)`; the rest goes to the highest scores of all.
-    (The authors instead shrink each head's pooled count by 1 - alpha; kvpress floors as here.)
+    (The authors instead shrink each head's pooled count by 1 - alpha; kvpress floors as here, but
+    alpha of the whole count, where here a protected window comes on top of the floor.)
     Source: Feng et al. 2024, arXiv:2407.11550 (Ada-KV), algorithm 1.
     """
 

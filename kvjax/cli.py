@@ -1,18 +1,19 @@
 """The `kvjax` command: its parser, and one sentence with exit code 2 for bad input."""
 
 import argparse
-import ast
 import os
 import sys
 from collections.abc import Sequence
 
 import kvjax
+from kvjax.cache import spelling
 from kvjax.errors import InputError, unknown
 
 COMMANDS = {
     "demo": "read a long text with a small model and answer from its compressed caches",
     "ask": "answer a question about a text file",
     "compare": "compare recipes with the exact cache on a text file and a question",
+    "eval": "measure recipes on tasks, paired with the exact cache and with peers",
     "recipes": "list the recipes: what is kept, when, and where the method comes from",
     "fetch": "download a model once, checked against its sha256",
     "bench": "measure speed",
@@ -66,7 +67,9 @@ def _parse(argv):
             )
         return args
     args.options = _options(rest, args.command)
-    if args.keep is not None:
+    if args.command == "eval":
+        args.run = lambda args: _eval_run(args, argv[1:])
+    elif args.keep is not None:
         args.options["keep"] = args.keep
     return args
 
@@ -88,18 +91,8 @@ def _options(words, command):
             if not words:
                 raise InputError(f"option {word!r} needs a value")
             value = words.pop(0)
-        options[name.replace("-", "_")] = _value(value)
+        options[name.replace("-", "_")] = spelling.value(value)
     return options
-
-
-def _value(text):
-    """A number or a truth value if it reads as one; names with commas are a tuple."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        named = {"true": True, "false": False, "none": None}
-        parts = tuple(text.split(","))
-        return parts if len(parts) > 1 else named.get(text.lower(), text)
 
 
 def _parser():
@@ -118,6 +111,7 @@ def _parser():
     _demo(commands["demo"])
     _ask(commands["ask"])
     _compare(commands["compare"])
+    _eval(commands["eval"])
     commands["recipes"].set_defaults(run=_run("recipes"))
     _fetch(commands["fetch"])
     _bench(commands["bench"])
@@ -165,6 +159,39 @@ def _fetch(parser):
     parser.set_defaults(run=_run("fetch"))
 
 
+def _eval(parser):
+    add = parser.add_argument
+    add("--model", action="append", help="name or path; may be given again (smollm2-135m)")
+    add("--recipe", action="append", help="as snapkv@0.5, snapkv+int8, kvpress:kvzip@0.3 (six)")
+    add("--keep", type=_fractions, default=(), help="budgets of recipes without one: 0.75,0.5,0.25")
+    add("--task", action="append", help="as niah_single@1024, or FILE.py:FUNCTION (the suite)")
+    add("--suite", help="a list of tasks: smollm2, qwen, quick (what suits the model)")
+    add("--items", type=_positive, help="items of every task (the suite's own numbers)")
+    add("--seed", type=int, default=0, help="of the items (%(default)s)")
+    add("--quick", action="store_true", help="few items of three short tasks: under two minutes")
+    add("--query-aware", action="store_true", help="compress knowing the question")
+    add("--peer", action="append", default=[], help="run it on the same items: kvpress, hf-quant")
+    add("--peer-python", help="a Python that has the peers (made in the cache folder, gigabytes)")
+    add("--unofficial", action="store_true", help="allow models that are unofficial re-uploads")
+    add("--out", help="file of results; the same command goes on with it (kvjax-eval/...)")
+    add("--force", action="store_true", help="begin that file anew")
+    add("--reuse", action="append", default=[], help="take rows that are still valid from a file")
+    add("--show", action="append", help="tables and plots of a file of results, nothing is run")
+    add("--check", metavar="FILE", help="run a file of results again and compare")
+    add("--details", action="store_true", help="every figure with its interval")
+    add("--markdown", action="store_true", help="tables in Markdown")
+    add("--no-plot", dest="plot", action="store_false", help="write no picture")
+    add("--list", action="store_true", help="list tasks and suites")
+    parser.epilog = RECIPE_HELP
+    parser.set_defaults(run=None, options={})
+
+
+def _eval_run(args, argv):
+    from kvjax.eval import command
+
+    return command.run(args, argv)
+
+
 def _bench(parser):
     sub = parser.add_subparsers(dest="what", required=True, parser_class=Parser)
     sub.add_parser("speed", help="decode and prefill speed, and memory", add_help=False)
@@ -172,7 +199,7 @@ def _bench(parser):
 
 
 def _bench_speed(args):
-    from kvjax.eval import speed  # pyright: ignore[reportMissingImports]
+    from kvjax.eval import speed
 
     return speed.run(args.rest)
 
@@ -202,6 +229,10 @@ def _fraction(text):
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text!r}")
     return value
+
+
+def _fractions(text):
+    return tuple(_fraction(part) for part in text.split(","))
 
 
 def _positive(text):

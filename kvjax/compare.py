@@ -14,7 +14,7 @@ from rich.table import Table
 
 import kvjax
 from kvjax.cache import positions, slots
-from kvjax.cache.cache import oldest_in_ring
+from kvjax.cache.cache import nbytes, oldest_in_ring
 from kvjax.cache.recipes import RECIPES, options_of
 from kvjax.cache.state import State
 from kvjax.config import CacheRecipe, ModelConfig
@@ -91,6 +91,31 @@ def live(cache) -> float:
         per_layer += count * (group.stop - group.start)
         layers += group.stop - group.start
     return per_layer / layers
+
+
+def live_bytes(cache) -> tuple[int, float]:
+    """(bytes of what a query can see, entries per layer and kv head on average).
+
+    A page that is half full counts half; `nbytes` counts all that is allocated.
+    """
+    size = 0.0
+    for group in cache.groups:
+        rings = [group.tail.k, group.tail.v]
+        low = oldest_in_ring(cache, group)
+        ring = positions.ring(group.tail.capacity, cache.seen, low) >= 0
+        size += nbytes(rings) * float(ring.mean())
+        for body in group.bodies:
+            size += nbytes(body) * _filled(cache, group, body)
+    return round(size), live(cache)
+
+
+def _filled(cache, group, body) -> float:
+    """The share of a body's slots that are in use."""
+    if isinstance(body, State):
+        return 1.0
+    if body.pos is None:
+        return float((jnp.clip(cache.edge - body.base, 0) / body.capacity).mean())
+    return float((slots.unpack_pos(body.pos) >= 0).mean())
 
 
 def room(tokens: int) -> int:

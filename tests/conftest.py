@@ -25,6 +25,11 @@ hypothesis.settings.register_profile("full", max_examples=300, deadline=None)
 hypothesis.settings.load_profile("default")
 
 
+def pytest_addoption(parser):
+    """`--peer-python` spares the full tests of peers the making of an environment."""
+    parser.addoption("--peer-python", help="a Python that has what kvjax.eval.peers lists")
+
+
 def pytest_configure(config):
     """`pytest -m full` runs hypothesis with more examples, unless told a profile."""
     if config.option.markexpr == "full" and not config.getoption("--hypothesis-profile"):

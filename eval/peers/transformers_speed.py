@@ -4,25 +4,19 @@ It runs in a Python of its own that has PyTorch; kvjax never imports it there.
 """
 
 import copy
-import os
 
 
 class Engine:
     """A causal language model of transformers, from a GGUF file or a Hugging Face folder."""
 
     def __init__(self, job):
-        import torch  # pyright: ignore[reportMissingImports]
-        import transformers  # pyright: ignore[reportMissingImports]
+        import torch
+        import transformers
+        from quality import load
 
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
         self.torch, self.cache = torch, transformers.DynamicCache
         torch.set_num_threads(len(job["cores"]))
-        where = job["model"]
-        folder, file = (where, None) if os.path.isdir(where) else os.path.split(where)
-        given = {} if file is None else {"gguf_file": file}
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        self.model = load(folder or ".", dtype=torch.float32, local_files_only=True, **given).eval()
+        self.model = load(job["model"])
         self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         self.versions["attention"] = self.model.config._attn_implementation
 

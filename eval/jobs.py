@@ -1,0 +1,74 @@
+"""A model with its items and what results on them depend on, checked before anything runs."""
+
+from dataclasses import dataclass
+
+import kvjax
+from kvjax.api import Model
+from kvjax.checkpoint import identity
+from kvjax.errors import InputError
+from kvjax.eval import beside, items, keys
+from kvjax.eval.plans import Plan
+from kvjax.models import fetch
+
+OVERHEAD = 200.0  # tokens of a context that cost as much as everything else of a row
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a plan asks of one model."""
+
+    label: str
+    model: Model
+    path: str | None  # the file or folder of its weights, for peers
+    items: dict[str, list[items.Item]]  # by task
+    codes: dict[str, str]  # by recipe: hash of the weights and of the code behind its rows
+
+    @property
+    def longest(self) -> str:
+        """The task with the longest context."""
+        return max(self.items, key=lambda task: len(self.items[task][0].context))
+
+    def work(self, todo: Plan) -> float:
+        """The work of all rows, in tokens."""
+        rows = len(todo.recipes) + sum(map(len, todo.peers.values()))
+        return rows * sum(cost(item) for made in self.items.values() for item in made)
+
+
+def cost(item: items.Item) -> float:
+    """The work of a row, in tokens."""
+    return OVERHEAD + len(item.context)
+
+
+def job(todo: Plan, label: str, given, unofficial: bool) -> Job:
+    """Loads a model and makes its items."""
+    path = None
+    if not isinstance(given, Model):
+        path = str(fetch.find(given, unofficial=unofficial).absolute())
+        given = kvjax.load(given, unofficial=unofficial)
+    elif todo.peers:
+        raise InputError("peers read weights from a file; give the model by its name or path")
+    weights = identity(given)["weights"]
+    codes = {name: keys.digest([weights, keys.code_of(r)]) for name, r in todo.recipes.items()}
+    for peer, words in todo.peers.items():
+        for word in words:
+            codes[word] = keys.digest([weights, keys.peer_code(word, beside.scripts(peer))])
+    made = {}
+    for name, (task, count) in todo.tasks.items():
+        made[name] = items.made(name, task, given.tokenizer, count, todo.seed)
+        for i, item in enumerate(made[name]):
+            _fits(given.config.context, label, f"task {name}, item {i}", item, todo.query_aware)
+    return Job(label, given, path, made, codes)
+
+
+def _fits(context, label, where, item, query_aware) -> None:
+    length = len(item.context) + item.room
+    if length > context:
+        raise InputError(
+            f"{where} takes {length} tokens and the context of {label} is {context}; "
+            "lower the task's length"
+        )
+    if query_aware and any(ask.before for ask in item.asks):
+        raise InputError(
+            f"{where} goes on after its questions: its cache cannot be compressed for one of them; "
+            "leave the task out, or run query-agnostic"
+        )

@@ -1,0 +1,81 @@
+"""Which code a result depends on: hashes of sources, without comments, docstrings and layout."""
+
+import ast
+import functools
+import hashlib
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+
+from kvjax import budgets, codecs, scorers
+from kvjax.config import CacheRecipe, to_json
+
+# What every figure depends on. Tables and methods are not here: a new one changes no old result.
+CORE = (
+    "kvjax.api kvjax.attention kvjax.decode kvjax.generate kvjax.inputs kvjax.layers kvjax.model "
+    "kvjax.params kvjax.sampling kvjax.shapes kvjax.cache.absorb kvjax.cache.cache "
+    "kvjax.cache.condense kvjax.cache.evidence kvjax.cache.init kvjax.cache.ops "
+    "kvjax.cache.positions kvjax.cache.select kvjax.cache.slots kvjax.cache.state "
+    "kvjax.cache.write kvjax.eval.one kvjax.eval.score kvjax.eval.rows kvjax.eval.grades"
+).split()
+
+
+def code_of(recipe: CacheRecipe) -> str:
+    """Twelve hex digits for the code behind a result of `recipe`."""
+    modules = {*CORE, *_method_modules(recipe)}
+    return digest([to_json(recipe), *(_source(name) for name in sorted(modules))])
+
+
+def peer_code(label: str, scripts: Iterable[str]) -> str:
+    """The same for a result of a peer, whose adapter is `scripts` (their text)."""
+    graded = (_source(name) for name in ("kvjax.eval.rows", "kvjax.eval.grades"))
+    return digest([label, *map(stripped, scripts), *graded])
+
+
+def digest(texts: Iterable[str]) -> str:
+    """Twelve hex digits of some texts."""
+    made = hashlib.sha256()
+    for text in texts:
+        made.update(hashlib.sha256(text.encode()).digest())
+    return made.hexdigest()[:12]
+
+
+def _method_modules(recipe: CacheRecipe) -> set[str]:
+    found = set()
+    if recipe.store is not None:
+        found |= {type(codecs.build(s, side)).__module__ for s, side in
+                  ((recipe.store.k, "k"), (recipe.store.v, "v"))}  # fmt: skip
+    if recipe.choice is not None:
+        found.add(type(scorers.build(recipe.choice.scorer)).__module__)
+        found.add(type(budgets.build(recipe.choice.budget)).__module__)
+    return found
+
+
+@functools.cache
+def _source(name: str) -> str:
+    module = sys.modules.get(name) or importlib.import_module(name)
+    return stripped(_text(module))
+
+
+def _text(module: ModuleType) -> str:
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):  # typed at a prompt: nothing to read
+        return module.__name__
+
+
+def stripped(source: str) -> str:
+    """A program's syntax tree without docstrings, as text."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return source
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            text = body[0].value
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                body[0] = ast.Expr(ast.Constant(""))
+    return ast.dump(tree)

@@ -1,0 +1,72 @@
+"""One item with one recipe: its cache, what is heard from it, and how long that takes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax import compare
+from kvjax.eval import score
+from kvjax.eval.timing import Span, timed
+
+STEPS = 16  # tokens of a timed decoding
+STEP = 128  # room in a cache is a multiple, so that few shapes compile
+
+
+def room(item) -> int:
+    """max_length for an item, with room for a timed decoding."""
+    return len(item.context) + -(-(item.room + STEPS) // STEP) * STEP
+
+
+def sizes(cache) -> dict:
+    live, entries = compare.live_bytes(cache)
+    return {"held": kvjax.nbytes(cache), "live": live, "entries": round(entries, 2)}
+
+
+def agnostic(model, exact, ids, recipe, room, item, truths):
+    """(what was heard, cache, spans): one cache, compressed without knowing a question."""
+    with timed() as made:
+        cache = compare.build(model, exact, ids, recipe, room)
+        jax.block_until_ready(cache)
+    with timed() as scored:
+        heard, _ = score.listen(model, cache, item, truths)
+    return heard, cache, {"compress": made, "score": scored}
+
+
+def aware(model, exact, ids, recipe, room, item, truths):
+    """The same with a cache for each ask, compressed for its question."""
+    heard, cache, made, scored = [], exact, Span(), Span()
+    for ask, truth in zip(item.asks, truths, strict=True):
+        with timed(made):
+            if recipe.store is not None and recipe.when == "after":
+                asked = np.asarray([ask.question], np.int32)
+                cache = kvjax.condense(model, exact, recipe, tokens=ids, question=asked)
+            else:
+                cache = compare.build(model, exact, ids, recipe, room)
+            jax.block_until_ready(cache)
+        with timed(scored):
+            heard.append(score.hear(model, cache, ask, truth)[0])
+    return heard, cache, {"compress": made, "score": scored}
+
+
+def recent(model, item, room):
+    """What a reader hears who has seen the last tokens of the context only."""
+    short = dataclasses.replace(item, context=item.context[-item.recent :])
+    ids = np.asarray([short.context], np.int32)
+    _, cache = kvjax.prefill(model, ids, max_length=room, logits="none")
+    return score.listen(model, cache, short)[0]
+
+
+def decode(model, cache, item) -> dict:
+    """Milliseconds a token of a decoding of STEPS tokens, in a run that compiles nothing."""
+    question, made = list(item.asks[0].question), None
+    for _ in range(2):
+        with timed() as span:
+            made = kvjax.generate(
+                model, question, cache=kvjax.fork(cache), max_new_tokens=STEPS, stop=()
+            )
+        if not span.compile_s:
+            break
+    assert made is not None
+    return {"ms": round(1000 * made.stats["decode_s"] / STEPS, 3), "tokens": len(item.context)}

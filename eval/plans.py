@@ -1,0 +1,204 @@
+"""What a run will do, resolved and checked before any work: models, recipes, tasks, counts."""
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from kvjax import compare
+from kvjax.api import Model
+from kvjax.cache import spelling
+from kvjax.config import CacheRecipe
+from kvjax.errors import InputError, unknown
+from kvjax.eval import suites
+from kvjax.eval.peers import PEERS
+from kvjax.eval.tasks import TASKS
+
+ITEMS = 40  # of a task that is not part of a suite
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, resolved."""
+
+    models: dict[str, Any]  # label: a Model, or the name or path to load
+    recipes: dict[str, CacheRecipe]  # label: recipe, the exact cache first
+    tasks: dict[str, tuple[Callable, int]]  # label: (task, number of items)
+    seed: int
+    query_aware: bool
+    peers: dict[str, list[str]]  # peer: labels of what it runs
+
+    def config(self) -> dict:
+        """The configuration as JSON: what two runs must share to be one."""
+        return {
+            "models": list(self.models),
+            "recipes": {label: asdict(recipe) for label, recipe in self.recipes.items()},
+            "tasks": {k: described(task) | {"items": n} for k, (task, n) in self.tasks.items()},
+            "seed": self.seed,
+            "query": "aware" if self.query_aware else "agnostic",
+            "peers": self.peers,
+        }
+
+
+def plan(
+    models: Any, recipes: Any, tasks: Any, *, keep: Sequence[float] = (), items: int | None = None,
+    seed: int = 0, query_aware: bool = False, peers: Sequence[str] = (), suite: str | None = None,
+) -> Plan:  # fmt: skip
+    """The plan that the arguments of `kvjax.eval.run` describe; InputError for what cannot be."""
+    models = _models(models)
+    if items is not None and (not isinstance(items, int) or items < 1):
+        raise InputError(f"items must be a whole number above 0, got {items!r}")
+    if not isinstance(seed, int):
+        raise InputError(f"seed must be a whole number, got {seed!r}")
+    if tasks is None:
+        tasks = suites.of(suite, models)
+    elif suite is not None:
+        raise InputError("tasks and a suite were given; a suite is a list of tasks: leave out one")
+    chosen, own = _recipes(recipes, keep)
+    resolved = {}
+    for label, task, count in _tasks(tasks):
+        resolved[label] = (task, items or count or ITEMS)
+    return Plan(models, chosen, resolved, seed, query_aware, _peers(peers, chosen, own))
+
+
+def _models(models) -> dict[str, Any]:
+    if isinstance(models, Mapping):
+        made = dict(models)
+    else:
+        given = [models] if isinstance(models, (str, Path, Model)) else list(models)
+        made = {("model" if isinstance(m, Model) else str(m)): m for m in given}
+        if len(made) < len(given):
+            raise InputError("two models have one name; give them as {name: model}")
+    if not made:
+        raise InputError("there is no model to run; give at least one")
+    return made
+
+
+def _recipes(recipes, keep) -> tuple[dict[str, CacheRecipe], list[str]]:
+    """(recipes by label, the exact one first; words that belong to a peer, as "kvpress:kvzip")."""
+    made, own = {"exact": spelling.parse("exact")}, []
+    given = default_recipes() if recipes is None else recipes
+    given = [given] if isinstance(given, (str, CacheRecipe)) else given
+    for entry in given.values() if isinstance(given, Mapping) else given:
+        if isinstance(entry, str) and ":" in entry:
+            own += [entry] if "@" in entry or not keep else [f"{entry}@{k:g}" for k in keep]
+            continue
+        one = spelling.parse(entry) if isinstance(entry, str) else entry
+        budgets = keep if one.choice is not None and not _has_keep(entry) else ()
+        for version in [_keeping(one, k) for k in budgets] or [one]:
+            made[spelling.spelled(version)] = version
+    if isinstance(given, Mapping):
+        made = {"exact": made["exact"]} | dict(given)
+    return made, own
+
+
+def _has_keep(entry) -> bool:
+    return not isinstance(entry, str) or "@" in entry or "keep=" in entry or "slots=" in entry
+
+
+def _keeping(recipe, keep):
+    return spelling.parse(
+        f"{spelling.spelled(recipe).replace(f'@{recipe.keep:g}', '', 1)},keep={keep}"
+    )
+
+
+def default_recipes() -> list[str]:
+    """The six recipes of `kvjax compare`."""
+    return [
+        name + "".join(f"+{codec}" for codec in options.values()) for name, options in compare.SIX
+    ]
+
+
+def _tasks(tasks):
+    """(label, task, items or None) of words, callables, pairs with a count, or a mapping."""
+    given = [tasks] if isinstance(tasks, str) or callable(tasks) else tasks
+    if isinstance(given, Mapping):
+        given = [(v, None, k) for k, v in given.items()]
+    for entry in given:
+        entry, count, label = (
+            (*entry, None)[:3] if isinstance(entry, tuple) else (entry, None, None)
+        )
+        if isinstance(entry, str):
+            name, task = task_of(entry)
+        elif callable(entry):
+            name = getattr(entry, "__name__", None) or type(entry).__name__
+            task = entry
+        else:
+            raise InputError(f"a task is a name or a function, got {type(entry).__name__}")
+        yield label or name, task, count
+
+
+def task_of(word: str) -> tuple[str, Callable]:
+    """(label, task) of "niah_single@1024,depth=0.5", or of a function as "my_tasks.py:name"."""
+    if ".py:" in word:
+        return word, _function(word)
+    name, options = spelling.split(word, "length")
+    if name not in TASKS:
+        raise unknown("task", name, [*TASKS, "FILE.py:FUNCTION"])
+    task = TASKS[name]
+    known = list(vars(task))
+    for option in options:
+        if option not in known:
+            raise unknown(f"option of {name}", option, known)
+    for option, value in options.items():
+        usual = getattr(task, option)
+        fits = (int, float) if isinstance(usual, float) else (type(usual),)
+        if usual is not None and not isinstance(value, fits):
+            raise InputError(f"{name}: {option} must be like {usual!r}, got {value!r}")
+    return word.strip(), type(task)(**(vars(task) | options))
+
+
+def _function(word: str) -> Callable:
+    path, _, name = word.rpartition(":")
+    if not Path(path).is_file():
+        raise InputError(f"there is no file {path}; a task of your own is FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location(f"kvjax_task_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{path} does not run: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, name, None)):
+        raise unknown(
+            f"function in {path}", name, [n for n, v in vars(module).items() if callable(v)]
+        )
+    import sys
+
+    sys.modules[spec.name] = module  # its source is part of what results depend on
+    return getattr(module, name)
+
+
+def described(task) -> dict:
+    """A task's kind and options, as JSON."""
+    if is_dataclass(task) and not isinstance(task, type):
+        return {"kind": type(task).__name__} | asdict(task)
+    return {"kind": "function", "name": getattr(task, "__name__", type(task).__name__),
+            "file": Path(inspect.getsourcefile(task) or "").name}  # fmt: skip
+
+
+def _peers(peers, recipes, own) -> dict[str, list[str]]:
+    """What each peer runs: the recipes that it has a method for, and those written for it."""
+    made = {}
+    for word in own:
+        peer = word.partition(":")[0]
+        if peer not in PEERS:
+            raise unknown("peer", peer, PEERS)
+        if peer not in peers:
+            raise InputError(f"{word} runs in {peer}; give --peer {peer} too")
+    for peer in peers:
+        if peer not in PEERS:
+            raise unknown("peer", peer, PEERS)
+        made[peer] = [f"{peer}:exact"]
+        made[peer] += [f"{peer}:{label}" for label, r in recipes.items() if _runs(peer, r)]
+        made[peer] += [word for word in own if word.startswith(f"{peer}:")]
+    return made
+
+
+def _runs(peer, recipe) -> bool:
+    """Whether a peer has the method of a recipe, with no codec on top of it."""
+    usual = spelling.parse(recipe.name).store
+    codec = recipe.store and (recipe.store.k.name, recipe.store.v.name)
+    return recipe.name in PEERS[peer].recipes and codec == (usual.k.name, usual.v.name)

@@ -1,0 +1,255 @@
+"""Rows of a run, and what they amount to: paired differences with intervals, tables, plots."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvjax.errors import InputError
+from kvjax.eval import stats
+from kvjax.eval.stats import Mean
+
+COMPILED_S = 0.05  # a run with more of tracing and compiling than this is not warm
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One recipe on one task with one model, beside the exact cache on the same asks."""
+
+    model: str
+    task: str
+    recipe: str
+    kind: str  # "accuracy" or "loss"
+    items: int
+    asks: int
+    value: Mean  # accuracy, or nats a token
+    change: Mean  # accuracy: difference from exact; loss: relative to exact, minus 1
+    logprob: Mean  # of the right answer, in nats an answer (loss: a token)
+    logprob_change: Mean  # paired difference from exact
+    key_loss: Mean | None  # nats a token, of tokens that need the far prefix
+    kl: float  # nats a token; nan for exact
+    top1: float  # share of equal likeliest tokens
+    held: float  # bytes of the leaves, mean over items
+    live: float  # bytes of what a query can see
+    share: float  # held, of the exact cache's
+    entries: float  # live, per layer and kv head
+    chance: float  # accuracy by guessing; loss: with the recent text alone
+    claim: str  # equal, worse, open, few: kvjax.eval.stats.claim
+    compress_s: tuple[float, float, float] | None  # median, quartiles; warm runs
+    decode_ms: tuple[float, float, float] | None  # a token
+
+
+class Results:
+    """What `kvjax.eval.run` gives; `Results.read` opens files of earlier runs."""
+
+    def __init__(self, header: dict, lines: Iterable[dict]):
+        self.header, self.lines = header, list(lines)
+
+    @classmethod
+    def read(cls, *paths: Any) -> "Results":
+        """The results of one or several files together."""
+        from kvjax.eval import file
+
+        if not paths:
+            raise InputError("there is no file to read; give at least one")
+        read = [file.parse(path) for path in paths]
+        return cls(read[0][0], [line for _, lines, _ in read for line in lines])
+
+    @property
+    def rows(self) -> list[dict]:
+        """One for each item and recipe."""
+        return [line for line in self.lines if line["kind"] == "row"]
+
+    @cached_property
+    def _by(self) -> dict[tuple, dict[int, dict]]:
+        """Rows by (model, task, recipe), then by item."""
+        found = defaultdict(dict)
+        for row in self.rows:
+            found[row["model"], row["task"], row["recipe"]][row["item"]] = row
+        return dict(found)
+
+    def to_pandas(self):
+        """A frame with a row for each ask."""
+        import pandas
+
+        out = []
+        for (model, task, recipe), rows in self._by.items():
+            right = dict(self._right(model, task, recipe))
+            for item, row in rows.items():
+                info = self._by[model, task, "exact"][item]["asks"]
+                for i, ask in enumerate(row["asks"]):
+                    line = {"model": model, "task": task, "recipe": recipe, "item": item, "ask": i}
+                    line |= {k: ask.get(k) for k in ("lp", "n", "kl", "top1", "lp_key")}
+                    line |= {"right": right.get((item, i)), "held": row["held"]}
+                    line |= {"live": row["live"], "entries": row["entries"]}
+                    out.append(line | info[i].get("info", {}))
+        return pandas.DataFrame(out)
+
+    def near_chance(self, model: str, task: str) -> bool:
+        """Whether the exact cache cannot be told from guessing, or from the recent text alone."""
+        return self._dropped(model, task, self._by[model, task, "exact"])
+
+    def _dropped(self, model, task, rows) -> bool:
+        asks = [(i, ask) for i, row in rows.items() for ask in row["asks"]]
+        if self._kind(model, task) == "accuracy":
+            right = self._right(model, task, "exact")
+            if not right:
+                return True
+            return stats.near_chance(_over_items(right), self._chance(model, task))
+        gains = [((i, 0), ask["lp"] - ask["lp_recent"]) for i, ask in asks if "lp_recent" in ask]
+        return bool(gains) and stats.near_chance(_over_items(gains), 0.0)
+
+    def _kind(self, model, task) -> str:
+        rows = self._by[model, task, "exact"].values()
+        graded = any("right" in ask or "options" in ask for row in rows for ask in row["asks"])
+        return "accuracy" if graded else "loss"
+
+    def _chance(self, model, task) -> float:
+        asks = [a for row in self._by[model, task, "exact"].values() for a in row["asks"]]
+        if self._kind(model, task) == "loss":
+            known = [a for a in asks if "lp_recent" in a]
+            return -sum(a["lp_recent"] for a in known) / max(sum(a["n"] for a in known), 1)
+        return statistics.fmean(1 / len(a["options"]) if "options" in a else 0.0 for a in asks)
+
+    def _right(self, model, task, recipe) -> list[tuple[tuple[int, int], float]]:
+        """((item, ask), right or not) of the asks that count.
+
+        Where an ask has `needs`, it counts if the exact cache needed the far prefix for it. Options
+        are calibrated: of each one's log-probability its mean over all asks of this recipe is
+        taken (batch calibration, Zhou et al. 2024, arXiv:2309.17249), which uses no labels.
+        """
+        rows, exact = self._by[model, task, recipe], self._by[model, task, "exact"]
+        heard = defaultdict(list)
+        for row in rows.values():
+            for ask in row["asks"]:
+                for option, lp in ask.get("options", {}).items():
+                    heard[option].append(lp)
+        prior = {option: statistics.fmean(lps) for option, lps in heard.items()}
+        out = []
+        for item in sorted(rows.keys() & exact.keys()):
+            for i, ask in enumerate(rows[item]["asks"]):
+                if not exact[item]["asks"][i].get("needs", True):
+                    continue
+                if "options" in ask:
+                    best = max(ask["options"], key=lambda o: ask["options"][o] - prior[o])
+                    out.append(((item, i), float(best == ask["answer"])))
+                elif "right" in ask:
+                    out.append(((item, i), float(ask["right"])))
+        return out
+
+    @cached_property
+    def summary(self) -> list[Summary]:
+        """A summary for each model, task and recipe, in the order of the run."""
+        return [self._summary(*key) for key in self._by if (*key[:2], "exact") in self._by]
+
+    @cached_property
+    def dropped(self) -> list[tuple[str, str]]:
+        """(model, task) of the tasks on which even the exact cache is near chance."""
+        pairs = {key[:2]: None for key in self._by if (*key[:2], "exact") in self._by}
+        return [pair for pair in pairs if self.near_chance(*pair)]
+
+    def _summary(self, model, task, recipe) -> Summary:
+        rows, exact = self._by[model, task, recipe], self._by[model, task, "exact"]
+        kind, shared = self._kind(model, task), sorted(rows.keys() & exact.keys())
+        lps, base, counts = _logprobs(rows, exact, shared, kind)
+        if kind == "accuracy":
+            mine = dict(self._right(model, task, recipe))
+            theirs = dict(self._right(model, task, "exact"))
+            value = _over_items(mine.items())
+            change = _over_items((k, mine[k] - theirs[k]) for k in mine.keys() & theirs.keys())
+        else:
+            value = stats.mean([-x for x in lps], counts)
+            change = stats.ratio([-x for x in lps], [-x for x in base])
+        asks = [ask for item in shared for ask in rows[item]["asks"]]
+        held = statistics.fmean(rows[i]["held"] for i in shared)
+        number = value.asks if kind == "accuracy" else len(asks)  # a text is one, not its tokens
+        return Summary(
+            model, task, recipe, kind, len(shared), number,
+            value, change, stats.mean(lps, counts),
+            stats.mean([a - b for a, b in zip(lps, base, strict=True)], counts),
+            _key_loss(rows, exact, shared), _average(asks, "kl"), _average(asks, "top1"),
+            held, statistics.fmean(rows[i]["live"] for i in shared),
+            held / statistics.fmean(exact[i]["held"] for i in shared),
+            statistics.fmean(rows[i]["entries"] for i in shared), self._chance(model, task),
+            "" if recipe == "exact" else stats.claim(kind, change, number),
+            self._time(model, task, recipe, "compress"), self._time(model, task, recipe, "decode"),
+        )  # fmt: skip
+
+    @cached_property
+    def _times(self):
+        found = defaultdict(list)
+        for line in self.lines:
+            if line["kind"] == "time":
+                found[line["model"], line["task"], line["recipe"]].append(line)
+        return found
+
+    def _time(self, model, task, recipe, what):
+        """Median and quartiles over items, of runs that compiled nothing."""
+        spans = [line[what] for line in self._times[model, task, recipe] if what in line]
+        warm = [
+            x["ms"] if "ms" in x else x["s"] for x in spans if x.get("compile_s", 0.0) < COMPILED_S
+        ]
+        if not warm:
+            return None
+        low, middle, high = np.quantile(warm, (0.25, 0.5, 0.75))
+        return float(middle), float(low), float(high)
+
+    def table(self, what: str = "change"):
+        """A rich table: what="change", "value", "logprob", or "details" with all intervals."""
+        from kvjax.eval import tables
+
+        return tables.table(self, what)
+
+    def plot(self, path: Any = None, model: str | None = None):
+        """A figure of quality against bytes, a panel for each task; written to `path` if given."""
+        from kvjax.eval import plots
+
+        return plots.plot(self, path, model)
+
+
+def _over_items(pairs) -> Mean:
+    """The mean over asks, with an interval over items."""
+    sums, counts = defaultdict(float), defaultdict(int)
+    for (item, _), x in pairs:
+        sums[item] += x
+        counts[item] += 1
+    order = sorted(sums)
+    return stats.mean([sums[i] for i in order], [counts[i] for i in order])
+
+
+def _logprobs(rows, exact, shared, kind):
+    """Sums of log-probabilities by item, of this and of exact, and numbers of asks (tokens)."""
+    lps, base, counts = [], [], []
+    for item in shared:
+        a = b = count = 0
+        for mine, theirs in zip(rows[item]["asks"], exact[item]["asks"], strict=True):
+            if theirs.get("needs", True):
+                a, b = a + mine["lp"], b + theirs["lp"]
+                count += mine["n"] if kind == "loss" else 1
+        lps.append(a)
+        base.append(b)
+        counts.append(count)
+    return lps, base, counts
+
+
+def _key_loss(rows, exact, shared) -> Mean | None:
+    """Loss on the tokens that need the far prefix."""
+    sums, counts = [], []
+    for item in shared:
+        pairs = zip(rows[item]["asks"], exact[item]["asks"], strict=True)
+        known = [(mine["lp_key"], theirs["n_key"]) for mine, theirs in pairs if "lp_key" in mine]
+        sums.append(-sum(lp for lp, _ in known))
+        counts.append(sum(n for _, n in known))
+    return stats.mean(sums, counts) if any(counts) else None
+
+
+def _average(asks, what) -> float:
+    """A mean over tokens."""
+    known = [(ask[what], ask["n"]) for ask in asks if what in ask]
+    if not known:
+        return float("nan")
+    return sum(x * n for x, n in known) / sum(n for _, n in known)

@@ -199,6 +199,6 @@ def _peers(peers, recipes, own) -> dict[str, list[str]]:
 
 def _runs(peer, recipe) -> bool:
     """Whether a peer has the method of a recipe, with no codec on top of it."""
-    usual = spelling.parse(recipe.name).store
-    codec = recipe.store and (recipe.store.k.name, recipe.store.v.name)
-    return recipe.name in PEERS[peer].recipes and codec == (usual.k.name, usual.v.name)
+    codecs = [(store.k.name, store.v.name) for store in
+              (recipe.store, spelling.parse(recipe.name).store) if store]  # fmt: skip
+    return recipe.name in PEERS[peer].recipes and len(set(codecs)) == 1

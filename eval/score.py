@@ -76,7 +76,8 @@ def hear(model: Model, cache: Cache, ask: Ask, truth: Any = None) -> tuple[Heard
     if truth is not None:
         out.kl, out.top1 = np.asarray(kl)[:count].tolist(), np.asarray(top1)[:count].tolist()
     if ask.max_new_tokens:
-        out.made = kvjax.generate(
+        # one prompt gives one row of tokens
+        out.made = kvjax.generate(  # pyright: ignore[reportAttributeAccessIssue]
             model, list(ask.question), cache=kvjax.fork(cache), max_new_tokens=ask.max_new_tokens
         ).tokens
     return out, table

@@ -1,21 +1,18 @@
 """`kvjax bench speed`: kvjax and a peer in processes of their own, in turns, on the same cores."""
 
-import contextlib
-import datetime
 import json
 import os
-import platform
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn
 
-from kvjax import cli, commands, data, recipe
+from kvjax import cli, commands, data
+from kvjax.cache import spelling
 from kvjax.errors import InputError, unknown
-from kvjax.eval import peers, speed_report
+from kvjax.eval import file, peers, speed_report, where
 from kvjax.models import fetch, gguf_header, tokenizer
 
 ENGINES = {"kvjax": "kvjax_speed", "transformers": "transformers_speed"}
@@ -42,7 +39,7 @@ def run(argv: list[str]) -> int:
     report = [{"kind": "run"} | head, *lines, *({"kind": "row"} | row for row in rows)]
     text = "".join(json.dumps(line) + "\n" for line in report)
     if args.out:
-        write(Path(args.out), text)
+        file.write(Path(args.out), text)
     if args.json:
         sys.stdout.write(text)
     else:
@@ -51,7 +48,7 @@ def run(argv: list[str]) -> int:
 
 
 def parse(argv):
-    """The arguments, checked; `recipes` are {as written: (name, options)}, the exact one first."""
+    """The arguments, checked; `recipes` are as written, the exact one first."""
     parser = cli.Parser(
         prog="kvjax bench speed", allow_abbrev=False,
         description="Decode and prefill speed and memory on the CPU, float32, batch 1.",
@@ -78,7 +75,10 @@ def parse(argv):
         raise unknown("option", word, [o for a in parser._actions for o in a.option_strings])
     args.contexts = sorted({whole(word, "--contexts") for word in args.contexts.split(",")})
     args.repeats = whole(args.repeats, "--repeats")
-    args.recipes = {"exact": ("exact", {})} | dict(map(named, args.recipes.split(",")))
+    words = [word.strip() for word in args.recipes.split(",")]
+    for word in words:
+        spelling.parse(word)  # refuses what does not exist
+    args.recipes = list(dict.fromkeys(["exact", *words]))
     if args.peer is not None and args.peer not in PEERS:
         raise unknown("peer", args.peer, PEERS)
     if args.peer_python and not args.peer:
@@ -91,19 +91,6 @@ def whole(text, option) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise InputError(f"{option} takes whole numbers above 0, got {text!r}")
     return int(text)
-
-
-def named(word):
-    """(as written, (name, options)) of a recipe written as "snapkv" or "snapkv@0.25"."""
-    name, at, keep = word.strip().partition("@")
-    options = {}
-    if at:
-        try:
-            options["keep"] = float(keep)
-        except ValueError:
-            raise InputError(f"a recipe is written as name or name@keep, got {word!r}") from None
-    recipe(name, **options)  # refuses what does not exist
-    return word.strip(), (name, options)
 
 
 def job_of(args) -> dict:
@@ -120,23 +107,17 @@ def job_of(args) -> dict:
         raise InputError(f"the text has {len(ids)} tokens and --contexts asks for {longest}")
     return {
         "model": str(path.absolute()), "ids": list(ids[:longest]), "contexts": args.contexts,
-        "prefill": min(PREFILL, longest), "recipes": list(args.recipes), "options": args.recipes,
+        "prefill": min(PREFILL, longest), "recipes": args.recipes,
         "cores": sorted(os.sched_getaffinity(0)),
     }  # fmt: skip
 
 
 def head_of(args, argv) -> dict:
     """The resolved configuration and where it ran: the first line of a report."""
-    return {
-        "command": shlex.join(["kvjax", "bench", "speed", *argv]),
-        "config": {k: v for k, v in vars(args).items() if k not in ("out", "json", "force")},
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "hardware": {
-            "cpu": cpu(), "cores": sorted(os.sched_getaffinity(0)), "load": os.getloadavg(),
-            "system": platform.platform(), "python": platform.python_version(),
-        },
-    }  # fmt: skip
+    config = {k: v for k, v in vars(args).items() if k not in ("out", "json", "force")}
+    head = where.head(shlex.join(["kvjax", "bench", "speed", *argv]), config)
+    head["hardware"]["load"] = os.getloadavg()
+    return head
 
 
 def measure(job, pythons, repeats):
@@ -165,37 +146,3 @@ def turn(name, python, job, tick) -> dict:
     own = job | {"engine": ENGINES[name]}
     *_, last = peers.lines(name, python, peers.script("transformers"), own, tick)
     return last["result"]
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text, "utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def commit() -> str | None:
-    """The commit of the checkout this runs from, with "+" if it was changed since."""
-    here = ["git", "-C", str(Path(__file__).resolve().parent)]
-    try:
-        found = subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run([*here, "status", "--porcelain"], capture_output=True, text=True)
-    except OSError:
-        return None
-    if found.returncode:
-        return None
-    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
-
-
-def cpu() -> str:
-    """The name of the processor."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -10,9 +10,9 @@ import jax
 _compiling = [0.0]
 
 
-def _listen(event: str, duration: float, **_) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event.startswith("/jax/core/compile/"):
-        _compiling[0] += duration
+        _compiling[0] += duration_secs
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -310,3 +310,10 @@ def test_a_task_of_the_users_own_is_a_function_in_a_file(tmp_path):
     assert len(found.rows) == 4
     with pytest.raises(InputError, match="did you mean 'ones'"):
         run(tasks=[f"{path}:one"])
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    file.write(tmp_path / "a.jsonl", "{}\n")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+    with pytest.raises(InputError, match="cannot write"):
+        file.write(tmp_path / "none" / "a.jsonl", "{}\n")

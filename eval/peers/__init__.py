@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def rows(
 def lines(
     name: str, python: str, script: Path, job: dict, tick: Callable[[str], None],
     items: Iterable[dict] | None = None,
-) -> Iterator[dict]:  # fmt: skip
+) -> Generator[dict, None, None]:  # fmt: skip
     """The lines of a child, {"result": ...} last; what it is doing goes to `tick`.
 
     A child that ends without a result is an InputError with what it said last. Items reach the

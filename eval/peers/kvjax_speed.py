@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.cache import spelling
 
 ARRAY_BYTES = 512 << 20  # bandwidth is measured with: far more than a core's cache
 SIDE = 2048  # of the square matrices that arithmetic is measured with
@@ -26,9 +27,7 @@ class Engine:
         if job["task"] == "memory":  # compilation is part of what is measured
             jax.config.update("jax_enable_compilation_cache", False)
         self.model = kvjax.load(job["model"], dtype="float32")
-        self.recipes = {
-            name: kvjax.recipe(kind, **options) for name, (kind, options) in job["options"].items()
-        }
+        self.recipes = {word: spelling.parse(word) for word in job["recipes"]}
         config = self.model.config
         self._run = jax.jit(
             lambda params, cache, token, key, steps: kvjax.decode(

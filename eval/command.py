@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.measure import Measurement
 
-from kvjax import compare
+from kvjax import commands, compare
 from kvjax.errors import InputError
-from kvjax.eval import check, plans, progress, suites, tables
+from kvjax.eval import check, peers, plans, progress, suites, tables
 from kvjax.eval.results import Results
 from kvjax.eval.run import execute
 from kvjax.eval.tasks import TASKS, sentence
@@ -32,31 +32,41 @@ def run(args, argv: list[str]) -> int:
                 unofficial=args.unofficial, tick=tick,
             )  # fmt: skip
         return check.say(found, args.json)
-    out = Path(args.out or _default(args))
-    with progress.shown() as tick:
-        todo = plans.plan(
-            args.model or ["smollm2-135m"], _recipes(args), args.task or None, keep=args.keep,
-            items=args.items, seed=args.seed, query_aware=args.query_aware, peers=args.peer,
-            suite="quick" if args.quick and not args.task else args.suite,
-        )  # fmt: skip
-        if not args.out:
-            out.parent.mkdir(exist_ok=True)
-        try:
+    models = args.model or ["smollm2-135m"]
+    out = Path(args.out or _default(args, models[0]))
+    todo = plans.plan(
+        models, _recipes(args), args.task or None, keep=args.keep, items=args.items,
+        seed=args.seed, query_aware=args.query_aware, peers=args.peer,
+        suite="quick" if args.quick and not args.task else args.suite,
+    )  # fmt: skip
+    for name in models:
+        commands.download(name, unofficial=args.unofficial)
+    if args.peer and args.peer_python is None:
+        for peer in args.peer:
+            peers.python(peer)  # made now: it says what it does
+    if not args.out:
+        out.parent.mkdir(exist_ok=True)
+    try:
+        with progress.shown() as tick:
             found = execute(
                 todo, peer_python=args.peer_python, out=out, reuse=args.reuse, force=args.force,
                 command=shlex.join(["kvjax", "eval", *argv]), unofficial=args.unofficial, tick=tick,
             )  # fmt: skip
-        except KeyboardInterrupt:
-            print(f"kvjax: rows so far are in {out}; the same command goes on", file=sys.stderr)
-            raise
+    except KeyboardInterrupt:
+        print(f"kvjax: rows so far are in {out}; the same command goes on", file=sys.stderr)
+        raise
     return _report(args, found, out)
 
 
-def _default(args) -> str:
+def short(model: str) -> str:
+    """A model's name for files: of a path its last part."""
+    return Path(model).name.removesuffix(".gguf")
+
+
+def _default(args, model: str) -> str:
     """Where results go: a name that says what was run."""
-    model = Path((args.model or ["smollm2-135m"])[0]).stem
     what = "quick" if args.quick else args.suite or ("tasks" if args.task else "suite")
-    return f"kvjax-eval/{model}-{what}{'-aware' if args.query_aware else ''}.jsonl"
+    return f"kvjax-eval/{short(model)}-{what}{'-aware' if args.query_aware else ''}.jsonl"
 
 
 def _recipes(args):
@@ -127,7 +137,7 @@ def plot_all(found: Results, out: Path) -> list[Path]:
     for model in models:
         if all((model, s.task) in set(found.dropped) for s in found.summary if s.model == model):
             continue
-        name = stem if len(models) == 1 else f"{stem}-{Path(model).stem}"
+        name = stem if len(models) == 1 else f"{stem}-{short(model)}"
         paths.append(out.with_name(f"{name}.png"))
         found.plot(paths[-1], model)
     return paths

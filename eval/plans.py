@@ -121,7 +121,8 @@ def _tasks(tasks):
             (*entry, None)[:3] if isinstance(entry, tuple) else (entry, None, None)
         )
         if isinstance(entry, str):
-            name, task = task_of(entry)
+            name, task, own = task_of(entry)
+            count = count or own
         elif callable(entry):
             name = getattr(entry, "__name__", None) or type(entry).__name__
             task = entry
@@ -130,10 +131,13 @@ def _tasks(tasks):
         yield label or name, task, count
 
 
-def task_of(word: str) -> tuple[str, Callable]:
-    """(label, task) of "niah_single@1024,depth=0.5", or of a function as "my_tasks.py:name"."""
+def task_of(word: str) -> tuple[str, Callable, int | None]:
+    """(label, task, items) of "niah_single@1024,depth=0.5,items=60", or of "my_tasks.py:name"."""
+    head, comma, count = word.strip().rpartition(",items=")
+    if comma and count.isdecimal() and int(count):  # how many is no part of what is asked
+        return *task_of(head)[:2], int(count)
     if ".py:" in word:
-        return word, _function(word)
+        return word, _function(word), None
     name, options = spelling.split(word, "length")
     if name not in TASKS:
         raise unknown("task", name, [*TASKS, "FILE.py:FUNCTION"])
@@ -147,7 +151,7 @@ def task_of(word: str) -> tuple[str, Callable]:
         fits = (int, float) if isinstance(usual, float) else (type(usual),)
         if usual is not None and not isinstance(value, fits):
             raise InputError(f"{name}: {option} must be like {usual!r}, got {value!r}")
-    return word.strip(), type(task)(**(vars(task) | options))
+    return word.strip(), type(task)(**(vars(task) | options)), None
 
 
 def _function(word: str) -> Callable:

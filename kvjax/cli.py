@@ -164,7 +164,7 @@ def _eval(parser):
     add("--model", action="append", help="name or path; may be given again (smollm2-135m)")
     add("--recipe", action="append", help="as snapkv@0.5, snapkv+int8, kvpress:kvzip@0.3 (six)")
     add("--keep", type=_fractions, default=(), help="budgets of recipes without one: 0.75,0.5,0.25")
-    add("--task", action="append", help="as niah_single@1024, or FILE.py:FUNCTION (the suite)")
+    add("--task", action="append", help="as niah_single@1024,items=60, or FILE.py:FUNCTION (suite)")
     add("--suite", help="a list of tasks: smollm2, qwen, quick (what suits the model)")
     add("--items", type=_positive, help="items of every task (the suite's own numbers)")
     add("--seed", type=int, default=0, help="of the items (%(default)s)")

@@ -296,6 +296,10 @@ def test_words_of_recipes_and_tasks():
     ]  # fmt: skip
     task, count = made.tasks["niah_single@2048"]
     assert dataclasses.asdict(task)["length"] == 2048 and count == plans.ITEMS
+    some = plans.plan(MODEL, None, ["niah_single@2048,depth=0.5,items=7", ("cloze@512", 9)]).tasks
+    assert {label: n for label, (_, n) in some.items()} == {
+        "niah_single@2048,depth=0.5": 7, "cloze@512": 9,
+    }  # fmt: skip
     assert made.config()["tasks"]["niah_single@2048"]["items"] == count
     json.dumps(made.config())
 

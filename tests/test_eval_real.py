@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +80,15 @@ def test_quick_is_a_whole_run(tmp_path):
     folder = tmp_path / "kvjax-eval"
     names = sorted(p.name for p in folder.iterdir())
     assert names == ["smollm2-135m-quick.jsonl", "smollm2-135m-quick.png"]
+
+
+def test_the_programs_of_the_document_run(tmp_path, monkeypatch, capsys):
+    text = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text("utf-8")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(compile(block, "evaluation.md", "exec"), names)
+    assert names["frame"].groupby("recipe").size().to_dict() == {
+        "exact": 4, "snapkv@0.5": 4, "int8": 4,
+    }  # fmt: skip
+    assert (tmp_path / "invoices.png").exists()

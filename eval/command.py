@@ -98,6 +98,7 @@ def _list(args) -> int:
 
 def _report(args, found: Results, out: Path) -> int:
     """Tables on the terminal and a picture beside the results."""
+    found = found.against(args.against) if args.against else found
     if args.json:
         for line in summaries(found):
             print(json.dumps(line))

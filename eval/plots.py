@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import InputError, unknown
+from kvjax.eval.tables import named
 
 if TYPE_CHECKING:
     from kvjax.eval.results import Results
@@ -41,12 +42,12 @@ def plot(results: "Results", path: Any = None, model: str | None = None):
         if task is None:
             axes.set_axis_off()
         else:
-            _panel(axes, [s for s in mine if s.task == task], looks)
+            _panel(axes, [s for s in mine if s.task == task], looks, results.base)
     handles = {h.get_label(): h for axes in grid.flat for h in axes.get_legend_handles_labels()[0]}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center",
                   ncols=max(2, min(6, 2 * columns)), fontsize=8)  # fmt: skip
     query = results.header["config"]["query"]
-    figure.suptitle(f"{model}: change against the exact cache (query-{query})", fontsize=11)
+    figure.suptitle(f"{model}: change against {named(results.base)} (query-{query})", fontsize=11)
     if path is not None:
         _write(figure, Path(path))
     return figure
@@ -81,12 +82,12 @@ def _exact(s) -> bool:
     return s.recipe.rpartition(":")[2] == "exact"
 
 
-def _panel(axes, summaries, looks) -> None:
+def _panel(axes, summaries, looks, base) -> None:
     kind = summaries[0].kind
     axes.axhline(0.0, color="0.7", linewidth=1)
     groups: dict[str, list] = {}
     for s in summaries:
-        if not _exact(s):
+        if not _exact(s) and s.recipe != base:
             groups.setdefault(_method(s.recipe), []).append(s)
     for method, points in groups.items():
         points.sort(key=lambda s: s.share)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.errors import InputError
+from kvjax.errors import InputError, unknown
 from kvjax.eval import stats
 from kvjax.eval.stats import Mean
 
@@ -27,9 +27,9 @@ class Summary:
     items: int
     asks: int
     value: Mean  # accuracy, or nats a token
-    change: Mean  # accuracy: difference from exact; loss: relative to exact, minus 1
+    change: Mean  # accuracy: difference from the base; loss: relative to it, minus 1
     logprob: Mean  # of the right answer, in nats an answer (loss: a token)
-    logprob_change: Mean  # paired difference from exact
+    logprob_change: Mean  # paired difference from the base
     key_loss: Mean | None  # nats a token, of tokens that need the far prefix
     kl: float  # nats a token; nan for exact
     top1: float  # share of equal likeliest tokens
@@ -46,8 +46,15 @@ class Summary:
 class Results:
     """What `kvjax.eval.run` gives; `Results.read` opens files of earlier runs."""
 
-    def __init__(self, header: dict, lines: Iterable[dict]):
-        self.header, self.lines = header, list(lines)
+    def __init__(self, header: dict, lines: Iterable[dict], base: str = "exact"):
+        self.header, self.lines, self.base = header, list(lines), base
+
+    def against(self, recipe: str) -> "Results":
+        """The same results with differences taken from `recipe` in place of the exact cache."""
+        known = {key[2] for key in self._by}
+        if recipe not in known:
+            raise unknown("recipe in these results", recipe, known)
+        return Results(self.header, self.lines, recipe)
 
     @classmethod
     def read(cls, *paths: Any) -> "Results":
@@ -144,7 +151,10 @@ class Results:
     @cached_property
     def summary(self) -> list[Summary]:
         """A summary for each model, task and recipe, in the order of the run."""
-        return [self._summary(*key) for key in self._by if (*key[:2], "exact") in self._by]
+        both = ("exact", self.base)
+        return [
+            self._summary(*key) for key in self._by if all((*key[:2], r) in self._by for r in both)
+        ]
 
     @cached_property
     def dropped(self) -> list[tuple[str, str]]:
@@ -153,29 +163,31 @@ class Results:
         return [pair for pair in pairs if self.near_chance(*pair)]
 
     def _summary(self, model, task, recipe) -> Summary:
-        rows, exact = self._by[model, task, recipe], self._by[model, task, "exact"]
-        kind, shared = self._kind(model, task), sorted(rows.keys() & exact.keys())
-        lps, base, counts = _logprobs(rows, exact, shared, kind)
+        rows, base, exact = (self._by[model, task, r] for r in (recipe, self.base, "exact"))
+        kind, shared = self._kind(model, task), sorted(rows.keys() & base.keys() & exact.keys())
+        if not shared:
+            raise InputError(f"{recipe} and {self.base} have no item of {task} in common")
+        lps, others, counts = _logprobs(rows, base, exact, shared, kind)
         if kind == "accuracy":
             mine = dict(self._right(model, task, recipe))
-            theirs = dict(self._right(model, task, "exact"))
+            theirs = dict(self._right(model, task, self.base))
             value = _over_items(mine.items())
             change = _over_items((k, mine[k] - theirs[k]) for k in mine.keys() & theirs.keys())
         else:
             value = stats.mean([-x for x in lps], counts)
-            change = stats.ratio([-x for x in lps], [-x for x in base])
+            change = stats.ratio([-x for x in lps], [-x for x in others])
         asks = [ask for item in shared for ask in rows[item]["asks"]]
         held = statistics.fmean(rows[i]["held"] for i in shared)
         number = value.asks if kind == "accuracy" else len(asks)  # a text is one, not its tokens
         return Summary(
             model, task, recipe, kind, len(shared), number,
             value, change, stats.mean(lps, counts),
-            stats.mean([a - b for a, b in zip(lps, base, strict=True)], counts),
+            stats.mean([a - b for a, b in zip(lps, others, strict=True)], counts),
             _key_loss(rows, exact, shared), _average(asks, "kl"), _average(asks, "top1"),
             held, statistics.fmean(rows[i]["live"] for i in shared),
             held / statistics.fmean(exact[i]["held"] for i in shared),
             statistics.fmean(rows[i]["entries"] for i in shared), self._chance(model, task),
-            "" if recipe == "exact" else stats.claim(kind, change, number),
+            "" if recipe == self.base else stats.claim(kind, change, number),
             self._time(model, task, recipe, "compress"), self._time(model, task, recipe, "decode"),
         )  # fmt: skip
 
@@ -221,19 +233,20 @@ def _over_items(pairs) -> Mean:
     return stats.mean([sums[i] for i in order], [counts[i] for i in order])
 
 
-def _logprobs(rows, exact, shared, kind):
-    """Sums of log-probabilities by item, of this and of exact, and numbers of asks (tokens)."""
-    lps, base, counts = [], [], []
+def _logprobs(rows, base, exact, shared, kind):
+    """Sums of log-probabilities by item, of this and the other, and numbers of asks (tokens)."""
+    lps, others, counts = [], [], []
     for item in shared:
         a = b = count = 0
-        for mine, theirs in zip(rows[item]["asks"], exact[item]["asks"], strict=True):
-            if theirs.get("needs", True):
+        trio = zip(*(x[item]["asks"] for x in (rows, base, exact)), strict=True)
+        for mine, theirs, asked in trio:
+            if asked.get("needs", True):
                 a, b = a + mine["lp"], b + theirs["lp"]
                 count += mine["n"] if kind == "loss" else 1
         lps.append(a)
-        base.append(b)
+        others.append(b)
         counts.append(count)
-    return lps, base, counts
+    return lps, others, counts
 
 
 def _key_loss(rows, exact, shared) -> Mean | None:

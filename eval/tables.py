@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from kvjax.eval.results import Results, Summary
 
 WHAT = {
-    "change": "against the exact cache: points of accuracy, % of loss",
+    "change": "against {}: points of accuracy, % of loss",
     "value": "accuracy, or loss in nats a token",
-    "logprob": "log-probability of the right answer, less that of the exact cache, in nats",
+    "logprob": "log-probability of the right answer, less that of {}, in nats",
 }
 CLAIMS = {"equal": "=", "worse": "<", "open": "?", "few": "", "": ""}
 
@@ -39,10 +39,15 @@ def matrix(results: "Results", what: str) -> tuple[str, list[str], list[list[str
         shares = [s.share for s in mine if s is not None]
         name = recipe if len(models) == 1 else f"{model}: {recipe}"
         held = f"{sum(shares) / len(shares):.0%}" if shares else ""
-        out.append([name, held, *(_cell(s, what, dropped) for s in mine)])
+        out.append([name, held, *(_cell(s, what, dropped, results.base) for s in mine)])
     query = results.header["config"]["query"]
-    title = f"{WHAT[what]} (query-{query})"
+    title = f"{WHAT[what].format(named(results.base))} (query-{query})"
     return title, ["recipe", "bytes", *_heads(tasks)], out
+
+
+def named(base: str) -> str:
+    """What differences are taken from, in words."""
+    return "the exact cache" if base == "exact" else base
 
 
 def _heads(tasks) -> list[str]:
@@ -51,10 +56,10 @@ def _heads(tasks) -> list[str]:
     return [s if short.count(s) == 1 else task for s, task in zip(short, tasks, strict=True)]
 
 
-def _cell(s: "Summary | None", what, dropped) -> str:
+def _cell(s: "Summary | None", what, dropped, base) -> str:
     if s is None or (s.model, s.task) in dropped:
         return ""
-    if what == "value" or s.recipe == "exact":
+    if what == "value" or s.recipe == base:
         return f"{s.value.mean:.1%}" if s.kind == "accuracy" else f"{s.value.mean:.3f}"
     if what == "logprob":
         return f"{s.logprob_change.mean:+.2f}"
@@ -64,17 +69,18 @@ def _cell(s: "Summary | None", what, dropped) -> str:
 
 def details(results: "Results") -> tuple[str, list[str], list[list[str]]]:
     """(title, head, rows) with every figure and its interval."""
-    head = ["task", "recipe", "n", "value", "change [95%]", "claim", "lp change [95%]", "key loss",
-            "KL", "top-1", "held MB", "live MB", "entries", "compress s", "ms/tok"]  # fmt: skip
+    head = ["task", "recipe", "n", "value", "chance", "change [95%]", "claim", "lp change [95%]",
+            "key loss", "KL", "top-1", "held MB", "live MB", "entries", "compress s", "ms/tok"]  # fmt: skip
     models = len({s.model for s in results.summary}) > 1
     out = []
     for s in results.summary:
-        unit, exact = "%" if s.kind == "loss" else "", s.recipe == "exact"
+        unit, base = "%" if s.kind == "loss" else "", s.recipe == results.base
         out.append([
             f"{s.model}: {s.task}" if models else s.task, s.recipe, f"{s.asks} in {s.items}",
             f"{s.value.mean:.3f}" if s.kind == "loss" else f"{s.value.mean:.1%}",
-            "" if exact else _interval(s.change, 100, "+.1f", unit), s.claim,
-            "" if exact else _interval(s.logprob_change, 1, "+.3f"),
+            f"{s.chance:.3f}" if s.kind == "loss" else f"{s.chance:.1%}",
+            "" if base else _interval(s.change, 100, "+.1f", unit), s.claim,
+            "" if base else _interval(s.logprob_change, 1, "+.3f"),
             "" if s.key_loss is None else f"{s.key_loss.mean:.3f}",
             _number(s.kl, ".4f"), _number(s.top1, ".1%"), f"{s.held / 1e6:.1f}",
             f"{s.live / 1e6:.1f}", f"{s.entries:.0f}",

@@ -177,6 +177,7 @@ def _eval(parser):
     add("--force", action="store_true", help="begin that file anew")
     add("--reuse", action="append", default=[], help="take rows that are still valid from a file")
     add("--show", action="append", help="tables and plots of a file of results, nothing is run")
+    add("--against", metavar="RECIPE", help="differences from this recipe (exact)")
     add("--check", metavar="FILE", help="run a file of results again and compare")
     add("--details", action="store_true", help="every figure with its interval")
     add("--markdown", action="store_true", help="tables in Markdown")

@@ -85,6 +85,18 @@ def test_asks_that_need_no_far_text_do_not_count():
     assert made.logprob_change.mean == -1.0
 
 
+def test_two_recipes_are_compared_on_the_same_items():
+    lines = [line("t", i, "exact", right(1)) for i in range(4)]
+    lines += [line("t", i, "r", right(float(i > 0))) for i in range(4)]
+    lines += [line("t", i, "s", right(float(i > 1))) for i in (3, 2, 1)]
+    found = {s.recipe: s for s in Results(HEADER, lines).against("r").summary}
+    assert found["s"].change.mean == pytest.approx(-1 / 3) and found["s"].items == 3
+    assert (found["r"].change.mean, found["r"].claim, found["exact"].change.mean) == (0, "", 0.25)
+    assert tables.matrix(Results(HEADER, lines).against("r"), "change")[0].startswith("against r:")
+    with pytest.raises(InputError, match="unknown recipe in these results"):
+        Results(HEADER, lines).against("snapkv")
+
+
 def test_options_are_calibrated_without_labels():
     """A recipe that always prefers one option is still right where that option gains most."""
     heard = [("a", -1.0, -3.0), ("b", -1.5, -2.5), ("a", -0.9, -3.1), ("b", -1.4, -2.4)]
@@ -146,7 +158,7 @@ def test_tables_and_markdown():
     assert body[0][:2] == ["exact", "100%"] and body[1][:2] == ["snapkv@0.25", "25%"]
     text = tables.markdown(title, head, body)
     assert text.splitlines()[3] == "| --- | ---: | ---: |" and text.count("\n| ") == 7
-    assert "[" in tables.details(some())[2][1][4]
+    assert "[" in tables.details(some())[2][1][5]
     with pytest.raises(InputError, match="did you mean 'value'"):
         tables.matrix(some(), "values")
 

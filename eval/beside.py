@@ -1,11 +1,10 @@
 """A peer on the items of a job: same weights, token ids and budgets, in a process of its own."""
 
-import os
 from collections.abc import Callable
 
 from kvjax.cache import init, recipes, spelling
 from kvjax.config import CacheRecipe
-from kvjax.eval import peers, rows
+from kvjax.eval import keys, peers, rows, where
 from kvjax.eval.items import Ask, Item
 from kvjax.eval.score import Heard
 
@@ -16,6 +15,11 @@ def scripts(peer: str) -> list[str]:
     """The text of what the peer's child runs."""
     own = peers.script(peer)
     return [path.read_text("utf-8") for path in (own, own.with_name("quality.py"))]
+
+
+def code(peer: str, word: str, known: dict[str, CacheRecipe]) -> str:
+    """A hash of what a result of the peer depends on."""
+    return keys.peer_code(_told(word, known), scripts(peer), peers.PEERS[peer].packages)
 
 
 def run(
@@ -35,7 +39,7 @@ def run(
                 ledger.advance(task, cost(item) * len(labels))
     if not wanted:
         return
-    told = {"model": job.path, "cores": sorted(os.sched_getaffinity(0)),
+    told = {"model": job.path, "cores": where.cores(),
             "recipes": [_told(word, todo.recipes) for word in labels]}  # fmt: skip
     for said in peers.rows(peer, python or peers.python(peer), told, wanted, ledger.advance):
         if "id" not in said:

@@ -12,7 +12,7 @@ from kvjax.eval import file, plans, progress
 from kvjax.eval.run import execute
 
 TOLERANCE = 1e-3  # nats an answer token: other machines sum in another order
-SCORES = ("lp", "right", "kl", "top1", "lp_key", "lp_recent")
+SIZES = ("held", "live", "entries")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Found:
     path: str
     rows: int  # compared
     same: int  # equal to the last digit
-    worst: float  # largest difference of a log-probability, nats a token
+    worst: float  # largest difference of a score, in nats a token
     different: list[str]  # rows that differ by more than TOLERANCE, or have other items
     changed: list[str]  # versions and hardware that are not what they were
 
@@ -36,6 +36,12 @@ def check(
     config = header["config"]
     tasks = [(word, min(options["items"], items or options["items"]))
              for word, options in config["tasks"].items()]  # fmt: skip
+    for word, options in config["tasks"].items():
+        if options["kind"] == "function" and ".py:" not in word:
+            raise InputError(
+                f"task {word} of {path} is a function of a program: run the program again and "
+                "compare with kvjax.eval.check.compare"
+            )
     own = [w for words in config["peers"].values() for w in words]
     recipes = [r for r in config["recipes"] if r != "exact"]
     recipes += [w for w in own if w.partition(":")[2] not in config["recipes"]]
@@ -59,6 +65,9 @@ def compare(path: str, header: dict, lines: list[dict], new) -> Found:
         if was["hash"] != now["hash"]:
             different.append(f"{where}: another item")
             continue
+        if any(was[k] != now[k] for k in SIZES) or len(was["asks"]) != len(now["asks"]):
+            different.append(f"{where}: other bytes")
+            continue
         gaps = [_gap(a, b) for a, b in zip(was["asks"], now["asks"], strict=True)]
         worst = max(worst, *gaps)
         same += was["asks"] == now["asks"]
@@ -78,9 +87,15 @@ def _at(row):
 
 
 def _gap(was, now) -> float:
-    """The largest difference of a log-probability, in nats a token."""
-    return max(abs(was[k] - now[k]) / now["n"] for k in ("lp", "lp_key", "lp_recent")
-               if k in was and k in now)  # fmt: skip
+    """The largest difference of two asks: of log-probabilities in nats a token; 1 for a grade."""
+    if was.keys() != now.keys():
+        return float("inf")
+    gaps = [abs(was[k] - now[k]) / now["n"] for k in ("lp", "lp_key", "lp_recent") if k in now]
+    gaps += [abs(was[k] - now[k]) for k in ("right", "kl") if k in now]
+    options = now.get("options", {})
+    if was.get("options", {}).keys() != options.keys():
+        return float("inf")
+    return max(*gaps, *(abs(was["options"][k] - options[k]) for k in options), 0.0)
 
 
 def say(found: Found, as_json: bool) -> int:

@@ -1,22 +1,24 @@
 """`kvjax eval`: runs, shows, and checks results."""
 
 import json
+import math
 import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.measure import Measurement
 
 from kvjax import commands, compare
-from kvjax.errors import InputError
-from kvjax.eval import check, peers, plans, progress, suites, tables
+from kvjax.errors import InputError, unknown
+from kvjax.eval import check, file, keys, peers, plans, progress, suites, tables
 from kvjax.eval.results import Results
 from kvjax.eval.run import execute
 from kvjax.eval.tasks import TASKS, sentence
 
-QUICK = ("streaming_llm@0.5", "snapkv@0.5", "int8")
+QUICK = ("streaming_llm", "snapkv", "int8")
 
 
 def run(args, argv: list[str]) -> int:
@@ -33,12 +35,17 @@ def run(args, argv: list[str]) -> int:
             )  # fmt: skip
         return check.say(found, args.json)
     models = args.model or ["smollm2-135m"]
-    out = Path(args.out or _default(args, models[0]))
+    if args.quick and args.suite:
+        raise InputError("--quick is a suite of its own; leave out --quick or --suite")
     todo = plans.plan(
         models, _recipes(args), args.task or None, keep=args.keep, items=args.items,
         seed=args.seed, query_aware=args.query_aware, peers=args.peer,
         suite="quick" if args.quick and not args.task else args.suite,
     )  # fmt: skip
+    labels = [*todo.recipes, *(word for words in todo.peers.values() for word in words)]
+    if args.against and args.against not in labels:
+        raise unknown("recipe of this run", args.against, labels)
+    out = Path(args.out or _default(args, todo, models[0]))
     for name in models:
         commands.download(name, unofficial=args.unofficial)
     if args.peer and args.peer_python is None:
@@ -63,10 +70,11 @@ def short(model: str) -> str:
     return Path(model).name.removesuffix(".gguf")
 
 
-def _default(args, model: str) -> str:
-    """Where results go: a name that says what was run."""
+def _default(args, todo, model: str) -> str:
+    """Where results go: a name that says what was run, the same for the same configuration."""
     what = "quick" if args.quick else args.suite or ("tasks" if args.task else "suite")
-    return f"kvjax-eval/{short(model)}-{what}{'-aware' if args.query_aware else ''}.jsonl"
+    config = keys.digest([json.dumps(todo.config(), sort_keys=True)])[:6]
+    return f"kvjax-eval/{short(model)}-{what}-{config}.jsonl"
 
 
 def _recipes(args):
@@ -101,7 +109,7 @@ def _report(args, found: Results, out: Path) -> int:
     found = found.against(args.against) if args.against else found
     if args.json:
         for line in summaries(found):
-            print(json.dumps(line))
+            print(file.dumps(_plain(line)), end="")
         return 0
     if args.markdown:
         for made in _tables(found):
@@ -117,12 +125,16 @@ def _report(args, found: Results, out: Path) -> int:
         console.print(drawn)
         console.print()
     for note in tables.notes(found):
-        console.print(note, highlight=False)
+        console.print(escape(note), highlight=False)
     if args.plot:
-        for path in plot_all(found, out):
-            console.print(f"plot: {path}", highlight=False, soft_wrap=True)
+        try:
+            for path in plot_all(found, out):
+                console.print(f"plot: {escape(str(path))}", highlight=False, soft_wrap=True)
+        except InputError as error:  # the tables stand, and the rows are written
+            print(f"kvjax: no plot: {error}", file=sys.stderr)
     if not args.show:
-        console.print(f"rows: {out} (kvjax eval --show {out}, --details)", soft_wrap=True)
+        again = escape(shlex.join(["kvjax", "eval", "--show", str(out)]))
+        console.print(f"rows: {again} (--details, --markdown)", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -134,14 +146,22 @@ def plot_all(found: Results, out: Path) -> list[Path]:
     """A picture for each model, beside the results."""
     models = list(dict.fromkeys(s.model for s in found.summary))
     stem = out.name.partition(".jsonl")[0]
-    paths = []
-    for model in models:
+    paths, names = [], [short(model) for model in models]
+    for i, model in enumerate(models):
         if all((model, s.task) in set(found.dropped) for s in found.summary if s.model == model):
             continue
-        name = stem if len(models) == 1 else f"{stem}-{short(model)}"
+        own = names[i] if names.count(names[i]) == 1 else f"{names[i]}-{i + 1}"
+        name = stem if len(models) == 1 else f"{stem}-{own}"
         paths.append(out.with_name(f"{name}.png"))
         found.plot(paths[-1], model)
     return paths
+
+
+def _plain(value):
+    """The same with null for what is no number, as JSON has it."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def summaries(found: Results) -> list[dict]:

@@ -31,18 +31,38 @@ def parse(path: str | os.PathLike[str]) -> tuple[dict, list[dict], int]:
     whole = data.rfind(b"\n") + 1
     lines = []
     for number, line in enumerate(data[:whole].splitlines(), 1):
-        try:
-            lines.append(json.loads(line))
-            lines[-1]["kind"]
-        except (ValueError, TypeError, KeyError):
-            raise InputError(
-                f"{path}, line {number}: expected a JSON object with a field 'kind', got "
-                f"{line[:40].decode('utf-8', 'replace')!r}; it was not written by kvjax eval"
-            ) from None
+        lines.append(_line(f"{path}, line {number}", line))
     if not lines or lines[0]["kind"] != "run" or lines[0].get("format") != FORMAT:
         found = f"format {lines[0].get('format')}" if lines else "an empty file"
         raise InputError(f"{path}: expected results of format {FORMAT}, got {found}; run eval anew")
     return lines[0], lines[1:], whole
+
+
+FIELDS = {
+    "run": ("config", "versions", "hardware"),
+    "row": ("model", "task", "item", "recipe", "hash", "code", "asks", "held", "live", "entries"),
+    "time": ("model", "task", "item", "recipe"),
+    "peer": ("peer",),
+}
+
+
+def _line(where: str, text: bytes) -> dict:
+    """A line, with the fields of its kind."""
+    try:
+        line = json.loads(text)
+        kind = line["kind"]
+        needed = FIELDS[kind]
+    except (ValueError, TypeError, KeyError):
+        raise InputError(
+            f"{where}: expected a JSON object with a field 'kind', one of {', '.join(FIELDS)}, got "
+            f"{text[:40].decode('utf-8', 'replace')!r}; it was not written by kvjax eval"
+        ) from None
+    if kind == "run" and line.get("format") != FORMAT:
+        return line
+    for name in needed:
+        if name not in line:
+            raise InputError(f"{where}: expected a field {name!r} in a line of kind {kind!r}")
+    return line
 
 
 class Log:
@@ -55,8 +75,14 @@ class Log:
     def add(self, lines: Iterable[dict]) -> None:
         """Appends lines, all or none: what a full disk cuts off is taken back."""
         lines = list(lines)
-        if self._stream is not None:
+        try:
             data = "".join(map(dumps, lines)).encode()
+        except ValueError as error:
+            at = {k: lines[0].get(k) for k in ("model", "task", "item", "recipe")}
+            raise InputError(
+                f"a score of {at} is no number ({error}); nothing was written"
+            ) from None
+        if self._stream is not None:
             before = os.fstat(self._stream).st_size
             try:
                 written = 0
@@ -102,21 +128,53 @@ def opened(
     """
     made = Log(header, None if path is None else Path(path))
     if made.path is not None:
-        if os.path.lexists(made.path) and not force:
+        lock = _locked(made.path) if os.path.lexists(made.path) else None
+        if lock is not None and not force:
             old, lines, whole = parse(made.path)
-            made.header = old
-            made.lines = [line for line in lines if current(line)]
+            rows = [line for line in lines if line["kind"] == "row" and current(line)]
+            have = {_at(row) for row in rows}
+            made.header, made.lines = old, [x for x in lines if "task" not in x or _at(x) in have]
+            made.lines = [x for x in made.lines if x["kind"] != "row" or current(x)]
             if len(made.lines) < len(lines):
                 _rewrite(made.path, [old, *made.lines])
             elif whole < made.path.stat().st_size:
                 os.truncate(made.path, whole)
         else:
             _rewrite(made.path, [header])
-        made._stream = os.open(made.path, os.O_WRONLY | os.O_APPEND)
+        made._stream = _locked(made.path) if lock is None else _again(made.path, lock)
     try:
         yield made
     finally:
         made.close()
+
+
+def _locked(path: Path) -> int:
+    """The file, open to append to and locked: two runs in one file would tear it."""
+    import fcntl
+
+    try:
+        stream = os.open(path, os.O_WRONLY | os.O_APPEND)
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(
+            f"another run is writing {path}; wait for it or give another --out"
+        ) from None
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; give another --out") from None
+    return stream
+
+
+def _again(path: Path, lock: int) -> int:
+    """The locked file itself, or the one that has been written in its place."""
+    if os.path.samestat(os.fstat(lock), os.stat(path)):
+        return lock
+    stream = _locked(path)
+    os.close(lock)
+    return stream
+
+
+def _at(line) -> tuple:
+    return line["model"], line["task"], line["item"], line["recipe"]
 
 
 def _same(path, old, new):
@@ -124,6 +182,9 @@ def _same(path, old, new):
     for part in ("config", "versions"):
         for name in sorted({*old[part], *new[part]}):
             was, now = old[part].get(name), new[part].get(name)
+            while isinstance(was, dict) and isinstance(now, dict) and was != now:
+                key = next(k for k in (*now, *was) if was.get(k) != now.get(k))
+                name, was, now = f"{name}, {key}", was.get(key), now.get(key)
             if was != now:
                 raise InputError(
                     f"{path} was made with {name} = {_short(was)} and this run has {_short(now)}; "
@@ -132,6 +193,8 @@ def _same(path, old, new):
 
 
 def _short(value) -> str:
+    if value is None:
+        return "(none)"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) < 100 else text[:97] + "..."
 

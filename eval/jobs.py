@@ -1,12 +1,15 @@
 """A model with its items and what results on them depend on, checked before anything runs."""
 
+import json
 from dataclasses import dataclass
 
 import kvjax
 from kvjax.api import Model
+from kvjax.cache import init, spelling
+from kvjax.cache.recipes import resolve
 from kvjax.checkpoint import identity
 from kvjax.errors import InputError
-from kvjax.eval import beside, items, keys
+from kvjax.eval import beside, items, keys, one
 from kvjax.eval.plans import Plan
 from kvjax.models import fetch
 
@@ -47,26 +50,46 @@ def job(todo: Plan, label: str, given, unofficial: bool) -> Job:
         given = kvjax.load(given, unofficial=unofficial)
     elif todo.peers:
         raise InputError("peers read weights from a file; give the model by its name or path")
-    weights = identity(given)["weights"]
-    codes = {name: keys.digest([weights, keys.code_of(r)]) for name, r in todo.recipes.items()}
+    this = [json.dumps(identity(given), sort_keys=True), *(["aware"] if todo.query_aware else [])]
+    codes = {name: keys.digest([*this, keys.code_of(r)]) for name, r in todo.recipes.items()}
+    codes["exact"] = keys.digest([this[0], keys.code_of(todo.recipes["exact"])])
     for peer, words in todo.peers.items():
         for word in words:
-            codes[word] = keys.digest([weights, keys.peer_code(word, beside.scripts(peer))])
+            codes[word] = keys.digest([this[0], beside.code(peer, word, todo.recipes)])
     made = {}
     for name, (task, count) in todo.tasks.items():
         made[name] = items.made(name, task, given.tokenizer, count, todo.seed)
         for i, item in enumerate(made[name]):
-            _fits(given.config.context, label, f"task {name}, item {i}", item, todo.query_aware)
+            _fits(given.config, label, f"task {name}, item {i}", item, todo.query_aware)
+        for length, room in {(len(item.context), one.room(item)) for item in made[name]}:
+            _works(given.config, todo.recipes, name, length, room)
     return Job(label, given, path, made, codes)
 
 
-def _fits(context, label, where, item, query_aware) -> None:
-    length = len(item.context) + item.room
-    if length > context:
+def _works(config, recipes, task, length, room) -> None:
+    """Refuses a recipe that cannot take contexts of a length."""
+    for label, recipe in recipes.items():
+        try:
+            made = resolve(spelling.budgeted(recipe, length), room)
+            init.check(config, made, room)
+        except InputError as error:
+            said = f"{label} cannot take the {length} tokens of task {task}: {error}"
+            raise InputError(said) from None
+
+
+def _fits(config, label, where, item, query_aware) -> None:
+    length = one.longest(item)
+    if length > config.context:
         raise InputError(
-            f"{where} takes {length} tokens and the context of {label} is {context}; "
+            f"{where} takes {length} tokens and the context of {label} is {config.context}; "
             "lower the task's length"
         )
+    asks = [i for a in item.asks for i in (*a.question, *a.answer, *a.before, *sum(a.options, ()))]
+    for i in (*item.context, *asks):
+        if not 0 <= i < config.vocab:
+            raise InputError(
+                f"{where} has the token id {i}; ids of {label} go to {config.vocab - 1}"
+            )
     if query_aware and any(ask.before for ask in item.asks):
         raise InputError(
             f"{where} goes on after its questions: its cache cannot be compressed for one of them; "

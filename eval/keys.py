@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import json
 import sys
 from collections.abc import Iterable
 from types import ModuleType
@@ -14,11 +15,12 @@ from kvjax.config import CacheRecipe, to_json
 
 # What every figure depends on. Tables and methods are not here: a new one changes no old result.
 CORE = (
-    "kvjax.api kvjax.attention kvjax.decode kvjax.generate kvjax.inputs kvjax.layers kvjax.model "
-    "kvjax.params kvjax.sampling kvjax.shapes kvjax.cache.absorb kvjax.cache.cache "
-    "kvjax.cache.condense kvjax.cache.evidence kvjax.cache.init kvjax.cache.ops "
-    "kvjax.cache.positions kvjax.cache.select kvjax.cache.slots kvjax.cache.state "
-    "kvjax.cache.write kvjax.eval.one kvjax.eval.score kvjax.eval.rows kvjax.eval.grades"
+    "kvjax.api kvjax.attention kvjax.compare kvjax.decode kvjax.generate kvjax.inputs kvjax.layers "
+    "kvjax.model kvjax.models.tokenizer kvjax.params kvjax.sampling kvjax.scorers.seen "
+    "kvjax.shapes kvjax.cache.absorb kvjax.cache.cache kvjax.cache.condense kvjax.cache.evidence "
+    "kvjax.cache.init kvjax.cache.ops kvjax.cache.positions kvjax.cache.select kvjax.cache.slots "
+    "kvjax.cache.spelling kvjax.cache.state kvjax.cache.write kvjax.eval.one kvjax.eval.score "
+    "kvjax.eval.rows kvjax.eval.grades kvjax.eval.sandbox"
 ).split()
 
 
@@ -28,10 +30,10 @@ def code_of(recipe: CacheRecipe) -> str:
     return digest([to_json(recipe), *(_source(name) for name in sorted(modules))])
 
 
-def peer_code(label: str, scripts: Iterable[str]) -> str:
-    """The same for a result of a peer, whose adapter is `scripts` (their text)."""
+def peer_code(told: dict, scripts: Iterable[str], packages: Iterable[str]) -> str:
+    """The same for a result of a peer: what it is told, its adapter (the text) and its packages."""
     graded = (_source(name) for name in ("kvjax.eval.rows", "kvjax.eval.grades"))
-    return digest([label, *map(stripped, scripts), *graded])
+    return digest([json.dumps(told, sort_keys=True), *packages, *map(stripped, scripts), *graded])
 
 
 def digest(texts: Iterable[str]) -> str:

@@ -3,16 +3,23 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from kvjax.errors import InputError
 from kvjax.eval import file
 from kvjax.eval.items import Item
 from kvjax.eval.jobs import Job
 
 
-def shelf(paths: Iterable) -> dict[tuple, dict]:
+def shelf(paths: Iterable, versions: dict) -> dict[tuple, dict]:
     """Rows of earlier files by what they are results of: task, item, recipe and code."""
     found = {}
     for path in paths:
-        for line in file.parse(path)[1]:
+        header, lines, _ = file.parse(path)
+        if header["versions"] != versions:
+            raise InputError(
+                f"{path} was made with other versions ({header['versions']}, now {versions}); "
+                "leave it out of --reuse"
+            )
+        for line in lines:
             if line["kind"] == "row":
                 found[_what(line)] = line
     return found
@@ -66,12 +73,10 @@ class Ledger:
 
 
 def current(jobs: list[Job]) -> Callable[[dict], bool]:
-    """Whether a line of a file still holds: its item and the code behind it are the same."""
+    """Whether a row of a file still holds: its item and the code behind it are the same."""
     by = {job.label: job for job in jobs}
 
     def holds(line: dict) -> bool:
-        if line["kind"] != "row":
-            return True
         job = by[line["model"]]
         made: list[Item] = job.items.get(line["task"], [])
         fits = line["item"] < len(made) and made[line["item"]].hash == line["hash"]

@@ -14,6 +14,11 @@ STEPS = 16  # tokens of a timed decoding
 STEP = 128  # room in a cache is a multiple, so that few shapes compile
 
 
+def longest(item) -> int:
+    """Tokens that a cache may come to hold, with those of a timed decoding."""
+    return len(item.context) + max(item.room, len(item.asks[0].question) + STEPS)
+
+
 def room(item) -> int:
     """max_length for an item, with room for a timed decoding."""
     return len(item.context) + -(-(item.room + STEPS) // STEP) * STEP

@@ -2,20 +2,23 @@
 
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from kvjax import compare
 from kvjax.api import Model
 from kvjax.cache import spelling
+from kvjax.cache.recipes import valid
 from kvjax.config import CacheRecipe
 from kvjax.errors import InputError, unknown
 from kvjax.eval import suites
 from kvjax.eval.peers import PEERS
 from kvjax.eval.tasks import TASKS
 
+KNOWN = [name for name, peer in PEERS.items() if peer.recipes]  # those that answer questions
 ITEMS = 40  # of a task that is not part of a suite
 
 
@@ -59,7 +62,11 @@ def plan(
     chosen, own = _recipes(recipes, keep)
     resolved = {}
     for label, task, count in _tasks(tasks):
+        if label in resolved:
+            raise InputError(f"two tasks are called {label!r}; give them as {{name: task}}")
         resolved[label] = (task, items or count or ITEMS)
+    if not resolved:
+        raise InputError("there is no task to run; give at least one")
     return Plan(models, chosen, resolved, seed, query_aware, _peers(peers, chosen, own))
 
 
@@ -81,27 +88,25 @@ def _recipes(recipes, keep) -> tuple[dict[str, CacheRecipe], list[str]]:
     made, own = {"exact": spelling.parse("exact")}, []
     given = default_recipes() if recipes is None else recipes
     given = [given] if isinstance(given, (str, CacheRecipe)) else given
-    for entry in given.values() if isinstance(given, Mapping) else given:
+    pairs = given.items() if isinstance(given, Mapping) else ((None, entry) for entry in given)
+    for label, entry in pairs:
+        if label == "exact":
+            raise InputError("the exact cache is always there: give your recipe another name")
         if isinstance(entry, str) and ":" in entry:
-            own += [entry] if "@" in entry or not keep else [f"{entry}@{k:g}" for k in keep]
+            own += [entry] if "@" in entry or not keep else [f"{entry}@{k!r}" for k in keep]
             continue
-        one = spelling.parse(entry) if isinstance(entry, str) else entry
-        budgets = keep if one.choice is not None and not _has_keep(entry) else ()
-        for version in [_keeping(one, k) for k in budgets] or [one]:
-            made[spelling.spelled(version)] = version
-    if isinstance(given, Mapping):
-        made = {"exact": made["exact"]} | dict(given)
+        if not isinstance(entry, (str, CacheRecipe)):
+            raise InputError(f"a recipe is a word or kvjax.recipe(...), got {entry!r:.60}")
+        one = spelling.parse(entry) if isinstance(entry, str) else valid(entry)
+        budgets = keep if label is None and one.choice is not None and not _has_keep(entry) else ()
+        for version in [valid(replace(one, keep=k)) for k in budgets] or [one]:
+            word = spelling.spelled(version)
+            made[label or word] = spelling.parse(word)  # options at their defaults are left out
     return made, own
 
 
 def _has_keep(entry) -> bool:
     return not isinstance(entry, str) or "@" in entry or "keep=" in entry or "slots=" in entry
-
-
-def _keeping(recipe, keep):
-    return spelling.parse(
-        f"{spelling.spelled(recipe).replace(f'@{recipe.keep:g}', '', 1)},keep={keep}"
-    )
 
 
 def default_recipes() -> list[str]:
@@ -146,12 +151,22 @@ def task_of(word: str) -> tuple[str, Callable, int | None]:
     for option in options:
         if option not in known:
             raise unknown(f"option of {name}", option, known)
-    for option, value in options.items():
-        usual = getattr(task, option)
-        fits = (int, float) if isinstance(usual, float) else (type(usual),)
-        if usual is not None and not isinstance(value, fits):
-            raise InputError(f"{name}: {option} must be like {usual!r}, got {value!r}")
+    hints = get_type_hints(type(task))
+    options = {k: _typed(f"{name}: {k}", v, hints[k]) for k, v in options.items()}
     return word.strip(), type(task)(**(vars(task) | options)), None
+
+
+def _typed(what: str, value: Any, hint: Any) -> Any:
+    """An option of the type that the task's field has; a path may look like a number."""
+    kinds = get_args(hint) or (hint,)
+    if type(value) in kinds or (value is None and type(None) in kinds):
+        return value
+    if float in kinds and type(value) is int:
+        return float(value)
+    if str in kinds and not isinstance(value, tuple):
+        return str(value)
+    names = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+    raise InputError(f"{what} must be of type {names}, got {value!r}")
 
 
 def _function(word: str) -> Callable:
@@ -161,6 +176,7 @@ def _function(word: str) -> Callable:
     spec = importlib.util.spec_from_file_location(f"kvjax_task_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickles look for it there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -169,9 +185,6 @@ def _function(word: str) -> Callable:
         raise unknown(
             f"function in {path}", name, [n for n, v in vars(module).items() if callable(v)]
         )
-    import sys
-
-    sys.modules[spec.name] = module  # its source is part of what results depend on
     return getattr(module, name)
 
 
@@ -179,8 +192,12 @@ def described(task) -> dict:
     """A task's kind and options, as JSON."""
     if is_dataclass(task) and not isinstance(task, type):
         return {"kind": type(task).__name__} | asdict(task)
-    return {"kind": "function", "name": getattr(task, "__name__", type(task).__name__),
-            "file": Path(inspect.getsourcefile(task) or "").name}  # fmt: skip
+    try:
+        source = Path(inspect.getsourcefile(task) or "").name
+    except TypeError:  # a callable object
+        source = ""
+    name = getattr(task, "__name__", type(task).__name__)
+    return {"kind": "function", "name": name, "file": source}
 
 
 def _peers(peers, recipes, own) -> dict[str, list[str]]:
@@ -188,13 +205,13 @@ def _peers(peers, recipes, own) -> dict[str, list[str]]:
     made = {}
     for word in own:
         peer = word.partition(":")[0]
-        if peer not in PEERS:
-            raise unknown("peer", peer, PEERS)
+        if peer not in KNOWN:
+            raise unknown("peer", peer, KNOWN)
         if peer not in peers:
             raise InputError(f"{word} runs in {peer}; give --peer {peer} too")
     for peer in peers:
-        if peer not in PEERS:
-            raise unknown("peer", peer, PEERS)
+        if peer not in KNOWN:
+            raise unknown("peer", peer, KNOWN)
         made[peer] = [f"{peer}:exact"]
         made[peer] += [f"{peer}:{label}" for label, r in recipes.items() if _runs(peer, r)]
         made[peer] += [word for word in own if word.startswith(f"{peer}:")]

@@ -25,7 +25,9 @@ def plot(results: "Results", path: Any = None, model: str | None = None):
     except ImportError:
         raise InputError("plots need matplotlib: pip install 'kvjax[eval]'") from None
     models = list(dict.fromkeys(s.model for s in results.summary))
-    model = models[0] if model is None and models else model
+    if not models:
+        raise InputError("there are no rows to plot")
+    model = models[0] if model is None else model
     if model not in models:
         raise unknown("model", str(model), models)
     dropped = set(results.dropped)

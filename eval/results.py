@@ -13,6 +13,7 @@ from kvjax.errors import InputError, unknown
 from kvjax.eval import stats
 from kvjax.eval.stats import Mean
 
+CALIBRATED = 10  # asks with the same options, for a mean that means something
 COMPILED_S = 0.05  # a run with more of tracing and compiling than this is not warm
 
 
@@ -64,6 +65,7 @@ class Results:
         if not paths:
             raise InputError("there is no file to read; give at least one")
         read = [file.parse(path) for path in paths]
+        _match(paths, read)
         return cls(read[0][0], [line for _, lines, _ in read for line in lines])
 
     @property
@@ -116,18 +118,22 @@ class Results:
         return "accuracy" if graded else "loss"
 
     def _chance(self, model, task) -> float:
-        asks = [a for row in self._by[model, task, "exact"].values() for a in row["asks"]]
+        rows = self._by[model, task, "exact"]
+        asks = [a for row in rows.values() for a in row["asks"]]
         if self._kind(model, task) == "loss":
             known = [a for a in asks if "lp_recent" in a]
             return -sum(a["lp_recent"] for a in known) / max(sum(a["n"] for a in known), 1)
-        return statistics.fmean(1 / len(a["options"]) if "options" in a else 0.0 for a in asks)
+        counted = [rows[i]["asks"][j] for (i, j), _ in self._right(model, task, "exact")]
+        chances = [1 / len(a["options"]) if "options" in a else 0.0 for a in counted]
+        return statistics.fmean(chances) if chances else 0.0
 
     def _right(self, model, task, recipe) -> list[tuple[tuple[int, int], float]]:
         """((item, ask), right or not) of the asks that count.
 
-        Where an ask has `needs`, it counts if the exact cache needed the far prefix for it. Options
-        are calibrated: of each one's log-probability its mean over all asks of this recipe is
-        taken (batch calibration, Zhou et al. 2024, arXiv:2309.17249), which uses no labels.
+        Where an ask has `needs`, it counts if the exact cache needed the far prefix for it. Where
+        all asks have the same options, these are calibrated: of each one's log-probability its mean
+        over all asks of this recipe is taken (batch calibration, Zhou et al. 2024,
+        arXiv:2309.17249), which uses no labels.
         """
         rows, exact = self._by[model, task, recipe], self._by[model, task, "exact"]
         heard = defaultdict(list)
@@ -135,7 +141,9 @@ class Results:
             for ask in row["asks"]:
                 for option, lp in ask.get("options", {}).items():
                     heard[option].append(lp)
-        prior = {option: statistics.fmean(lps) for option, lps in heard.items()}
+        counts = {len(lps) for lps in heard.values()}
+        same = len(counts) == 1 and min(counts) >= CALIBRATED and _alike(rows)
+        prior = {option: statistics.fmean(lps) if same else 0.0 for option, lps in heard.items()}
         out = []
         for item in sorted(rows.keys() & exact.keys()):
             for i, ask in enumerate(rows[item]["asks"]):
@@ -185,7 +193,7 @@ class Results:
             stats.mean([a - b for a, b in zip(lps, others, strict=True)], counts),
             _key_loss(rows, exact, shared), _average(asks, "kl"), _average(asks, "top1"),
             held, statistics.fmean(rows[i]["live"] for i in shared),
-            held / statistics.fmean(exact[i]["held"] for i in shared),
+            held / max(statistics.fmean(exact[i]["held"] for i in shared), 1),
             statistics.fmean(rows[i]["entries"] for i in shared), self._chance(model, task),
             "" if recipe == self.base else stats.claim(kind, change, number),
             self._time(model, task, recipe, "compress"), self._time(model, task, recipe, "decode"),
@@ -221,6 +229,31 @@ class Results:
         from kvjax.eval import plots
 
         return plots.plot(self, path, model)
+
+
+def _alike(rows) -> bool:
+    """Whether all asks have the same options."""
+    seen = {tuple(sorted(a["options"])) for r in rows.values() for a in r["asks"] if "options" in a}
+    return len(seen) == 1
+
+
+def _match(paths, read) -> None:
+    """Refuses files that cannot be shown together: of other items, or compressed otherwise."""
+    queries = {header["config"]["query"] for header, _, _ in read}
+    if len(queries) > 1:
+        raise InputError("query-aware and query-agnostic results are not shown together")
+    seen = {}
+    for path, (_, lines, _) in zip(paths, read, strict=True):
+        for line in lines:
+            if line["kind"] != "row":
+                continue
+            at = line["model"], line["task"], line["item"]
+            first = seen.setdefault(at, (line["hash"], path))
+            if first[0] != line["hash"]:
+                raise InputError(
+                    f"{first[1]} and {path} have different items {line['item']} of {line['task']} "
+                    "(another seed or text?): they are not shown together"
+                )
 
 
 def _over_items(pairs) -> Mean:

@@ -52,9 +52,9 @@ def execute(
     """Runs a plan; the arguments are those of `run`."""
     header = {"kind": "run", "format": file.FORMAT} | where.head(command, todo.config())
     header = json.loads(json.dumps(header))  # as it will be read again
-    file.check(out, header, force)
-    shelf = ledger.shelf(reuse)
+    shelf = ledger.shelf(reuse, header["versions"])
     jobs = [job(todo, label, given, unofficial) for label, given in todo.models.items()]
+    file.check(out, header, force)
     with file.opened(out, header, force=force, current=ledger.current(jobs)) as log:
         work = sum(job_.work(todo) for job_ in jobs)
         book = Ledger(log, shelf, work, tick)

@@ -108,7 +108,7 @@ def job_of(args) -> dict:
     return {
         "model": str(path.absolute()), "ids": list(ids[:longest]), "contexts": args.contexts,
         "prefill": min(PREFILL, longest), "recipes": args.recipes,
-        "cores": sorted(os.sched_getaffinity(0)),
+        "cores": where.cores(),
     }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def _resampled(values):
 def ratio(sums: Sequence[int | float], base: Sequence[int | float]) -> Mean:
     """sum(sums) / sum(base) - 1, paired by item: a relative difference with its interval."""
     s, b = np.asarray(sums, float), np.asarray(base, float)
-    if not len(s) or b.sum() == 0:
+    if not len(s) or not b.all():
         return Mean(float("nan"), float("nan"), float("nan"), 0, 0)
     low, high = np.quantile(_resampled(s) / _resampled(b) - 1, (0.025, 0.975))
     return Mean(float(s.sum() / b.sum() - 1), float(low), float(high), len(s), len(s))

@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from kvjax.errors import unknown
@@ -52,7 +53,7 @@ def named(base: str) -> str:
 
 def _heads(tasks) -> list[str]:
     """Names of tasks, without their options where that is clear."""
-    short = [task.partition("@")[0].partition(",")[0] for task in tasks]
+    short = [t if ".py:" in t else t.partition("@")[0].partition(",")[0] for t in tasks]
     return [s if short.count(s) == 1 else task for s, task in zip(short, tasks, strict=True)]
 
 
@@ -70,7 +71,8 @@ def _cell(s: "Summary | None", what, dropped, base) -> str:
 def details(results: "Results") -> tuple[str, list[str], list[list[str]]]:
     """(title, head, rows) with every figure and its interval."""
     head = ["task", "recipe", "n", "value", "chance", "change [95%]", "claim", "lp change [95%]",
-            "key loss", "KL", "top-1", "held MB", "live MB", "entries", "compress s", "ms/tok"]  # fmt: skip
+            "key loss", "KL", "top-1", "held MB", "live MB", "entries", "compress s",
+            "ms/tok"]  # fmt: skip
     models = len({s.model for s in results.summary}) > 1
     out = []
     for s in results.summary:
@@ -110,10 +112,10 @@ def _drawn(title, head, rows) -> Table:
     )
     for name in head:
         made.add_column(
-            name, justify="left" if name in ("task", "recipe") else "right", no_wrap=True
+            escape(name), justify="left" if name in ("task", "recipe") else "right", no_wrap=True
         )
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(escape, row))
     return made
 
 

@@ -35,11 +35,18 @@ def hardware() -> dict:
     """Processor, cores and accelerator."""
     return {
         "cpu": cpu(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(cores()),
         "system": platform.platform(),
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
     }
+
+
+def cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def commit() -> str | None:

@@ -146,6 +146,32 @@ def test_rows_of_earlier_files_are_reused_where_they_still_hold(whole, tmp_path)
     assert [r for r in rows(out) if "key_norm" not in r] == rows(whole[1])
 
 
+def test_rows_of_another_question_mode_or_model_are_not_reused(whole):
+    tasks = {"plain": plain}
+    fresh = run(tasks=tasks, recipes=["snapkv@1,window=8"], query_aware=True, reuse=[whole[1]])
+    times = {x["recipe"] for x in fresh.lines if x["kind"] == "time"}
+    assert times == {"snapkv@1,window=8"}  # the exact rows hold in both modes
+    kind = dataclasses.replace(MODEL.config.kinds[0], rope=dataclasses.replace(
+        MODEL.config.kinds[0].rope, base=77.0))  # fmt: skip
+    other = dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, kinds=(kind,)))
+    fresh = evaluation.run(other, [], tasks, items=1, reuse=[whole[1]])
+    assert [x["kind"] for x in fresh.lines] == ["row", "time"]
+
+
+def test_budgets_are_of_the_context_whatever_its_length():
+    task = {"odd": lambda *a: [Item(draw(0, 0, n), (Ask((1,), (2,)),)) for n in (100, 40)]}
+    for row in run(tasks=task, recipes=["streaming_llm@0.5", "key_norm@0.5"]).rows:
+        length = (100, 40)[row["item"]]
+        assert row["entries"] == (length if row["recipe"] == "exact" else length / 2)
+
+
+def test_two_runs_do_not_write_one_file(whole):
+    with file.opened(whole[1], whole[0].header):
+        with pytest.raises(InputError, match="another run is writing"):
+            run(whole[1])
+    assert run(whole[1]).rows == whole[0].rows
+
+
 def test_rows_of_other_code_are_made_again(whole, tmp_path):
     out = tmp_path / "old.jsonl"
     lines = [json.loads(line) for line in whole[1].read_text().splitlines()]
@@ -154,6 +180,7 @@ def test_rows_of_other_code_are_made_again(whole, tmp_path):
     out.write_text("".join(map(file.dumps, lines)))
     assert -999.0 not in [a["lp"] for r in run(out).rows for a in r["asks"]]
     assert sorted(rows(out)) == sorted(rows(whole[1]))
+    assert len(out.read_text().splitlines()) == 1 + 2 * len(rows(out))  # no times of dropped rows
 
 
 def test_code_hashes_see_programs_and_not_their_words():
@@ -244,7 +271,7 @@ LONG = [Item(draw(0, 0, 4090), (Ask((1,), tuple(range(1, 9))),))]
 BAD = [
     ({"tasks": "nia_single"}, "unknown task 'nia_single'; did you mean 'niah_single'?"),
     ({"tasks": "niah_single@1024,dept=0.5"}, "did you mean 'depth'?"),
-    ({"tasks": "niah_single@lots"}, "niah_single: length must be like 1024, got 'lots'"),
+    ({"tasks": "niah_single@lots"}, "niah_single: length must be of type int, got 'lots'"),
     ({"tasks": "none.py:mine"}, "there is no file none.py"),
     ({"recipes": ["snapvk@0.5"]}, "unknown recipe 'snapvk'; did you mean 'snapkv'?"),
     ({"recipes": ["kvpress:kvzip@0.5"]}, "give --peer kvpress too"),
@@ -252,11 +279,26 @@ BAD = [
     ({"peers": ["kvpress"]}, "give the model by its name or path"),
     ({"tasks": None, "suite": "smolm2"}, "unknown suite 'smolm2'; did you mean 'smollm2'?"),
     ({"items": 0}, "items must be a whole number above 0, got 0"),
-    ({"tasks": {"long": lambda *a: LONG}}, "takes 4099 tokens and the context of model is 4096"),
+    ({"tasks": {"long": lambda *a: LONG}}, "takes 4107 tokens and the context of model is 4096"),
     ({"tasks": {"none": lambda *a: []}}, "task none made no items"),
     ({"tasks": {"odd": lambda *a: [3]}}, "task odd, item 0: expected kvjax.eval.Item, got int"),
     ({"tasks": {"empty": lambda *a: [Item((1, 2), (Ask((1,), ()),))]}}, "the answer has no tokens"),
     ({"tasks": {"metric": lambda *a: [Item((1,), (Ask((1,), (2,), "mach"),))]}}, "'match'?"),
+    ({"tasks": {"text": lambda *a: [Item((1,), (Ask((1,), (2,), "f1"),))]}}, "got 0 and 0"),
+    ({"tasks": {"word": lambda *a: [Item((1,), (Ask((99,), (2,)),))]}}, "ids of model go to 60"),
+    (
+        {"tasks": {"nan": lambda *a: [Item((1,), (Ask((1,), (2,), info={"x": float("nan")}),))]}},
+        "info must be plain JSON",
+    ),
+    ({"tasks": {"ids": lambda *a: [Item("text", ())]}}, "the context must be token ids"),
+    ({"tasks": {"boom": lambda *a: 1 / 0}}, "task boom made no items: ZeroDivisionError"),
+    ({"tasks": {"nothing": lambda *a: None}}, "task nothing made no items: TypeError"),
+    ({"tasks": [plain, plain]}, "two tasks are called 'plain'"),
+    ({"tasks": []}, "there is no task to run"),
+    ({"recipes": {"exact": "int8"}}, "the exact cache is always there"),
+    ({"recipes": [3]}, "a recipe is a word or kvjax.recipe(...), got 3"),
+    ({"recipes": ["streaming_llm@0.05"]}, "streaming_llm@0.05 cannot take the 64 tokens of task"),
+    ({"peers": ["transformers"]}, "unknown peer 'transformers'"),
     ({"out": "nowhere/x.jsonl"}, "there is no folder nowhere"),
     ({"out": "x.jsonl.xz"}, "results are written as .jsonl"),
 ]
@@ -272,11 +314,16 @@ def test_bad_input_is_one_sentence_before_any_work(options, says, tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
+HEAD = '{"kind":"run","format":1,"config":{},"versions":{},"hardware":{}}\n'
+
+
 @pytest.mark.parametrize("text, says", [
     ("", "expected results of format 1, got an empty file"),
     ('{"kind":"run","format":7}\n', "expected results of format 1, got format 7"),
-    ('{"kind":"run","format":1}\n{"no":1}\n', "line 2: expected a JSON object with a field 'kind'"),
+    (HEAD + '{"no":1}\n', "line 2: expected a JSON object with a field 'kind'"),
     ("some text\nmore\n", "line 1: expected a JSON object"),
+    ('{"kind":"run","format":1}\n', "line 1: expected a field 'config' in a line of kind 'run'"),
+    (HEAD + '{"kind":"row","model":"m"}\n', "line 2: expected a field 'task' in a line of"),
 ])  # fmt: skip
 def test_files_that_are_no_results_are_refused(text, says, tmp_path):
     path = tmp_path / "x.jsonl"

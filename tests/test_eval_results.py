@@ -99,13 +99,51 @@ def test_two_recipes_are_compared_on_the_same_items():
 
 def test_options_are_calibrated_without_labels():
     """A recipe that always prefers one option is still right where that option gains most."""
-    heard = [("a", -1.0, -3.0), ("b", -1.5, -2.5), ("a", -0.9, -3.1), ("b", -1.4, -2.4)]
+    heard = [("a", -1.0, -3.0), ("b", -1.5, -2.5), ("a", -0.9, -3.1), ("b", -1.4, -2.4)] * 3
     asks = [[{"lp": -1.0, "n": 1, "options": {"a": a, "b": b}, "answer": answer}]
             for answer, a, b in heard]  # fmt: skip
     lines = [line("t", i, "exact", ask) for i, ask in enumerate(asks)]
     found = Results(HEADER, lines)
     assert found.summary[0].value.mean == 1.0  # the raw choice would be "a" always: one half
     assert found.summary[0].chance == 0.5
+    few = Results(HEADER, lines[:4])
+    assert few.summary[0].value.mean == 0.5  # four asks say too little about what it prefers
+
+
+@pytest.mark.parametrize("answer, right", [("x", 1.0), ("y", 0.0)])
+def test_options_that_do_not_recur_are_not_calibrated(answer, right):
+    """Each option's mean would be its own log-probability, and the first one would win."""
+    lines = []
+    for i in range(20):
+        options = {f"{i}y": -3.0, f"{i}x": -1.0}
+        ask = {"lp": -1.0, "n": 1, "options": options, "answer": f"{i}{answer}"}
+        lines.append(line("t", i, "exact", [ask]))
+    assert Results(HEADER, lines).summary[0].value.mean == right
+
+
+def test_chance_is_of_the_asks_that_count():
+    asks = [{"lp": -1.0, "n": 1, "options": {"a": -1.0, "b": -2.0}, "answer": "a", "needs": True},
+            {"lp": -1.0, "n": 1, "options": dict.fromkeys("abcdefghij", -1.0), "answer": "a",
+             "needs": False},
+            {"lp": -1.0, "n": 1}]  # fmt: skip
+    assert Results(HEADER, [line("t", 0, "exact", asks)]).summary[0].chance == 0.5
+
+
+def test_files_that_do_not_belong_together_are_not_shown_together(tmp_path):
+    def file(name, head, lines):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(x) + "\n" for x in [head, *lines]))
+        return path
+
+    one = file("one", HEADER, [line("t", 0, "exact", right(1))])
+    aware = HEADER | {"config": HEADER["config"] | {"query": "aware"}}
+    two = file("two", aware, [line("t", 0, "r", right(1))])
+    with pytest.raises(InputError, match="query-aware and query-agnostic"):
+        Results.read(one, two)
+    other = file("other", HEADER, [line("t", 0, "r", right(1)) | {"hash": "another"}])
+    with pytest.raises(InputError, match="different items 0 of t"):
+        Results.read(one, other)
+    assert len(Results.read(one, file("more", HEADER, [line("t", 0, "r", right(0))])).rows) == 2
 
 
 def test_losses_split_into_tokens_that_need_the_prefix():
@@ -202,9 +240,12 @@ def test_a_check_finds_what_differs():
     lines = json.loads(json.dumps(old.lines))
     lines[1]["asks"][0]["lp"] -= 0.01
     lines[2]["hash"] = "other"
+    lines[3]["asks"][0]["right"] = 1.0 - lines[3]["asks"][0]["right"]
+    lines[4]["held"] += 1
     found = check.compare("f", HEADER | {"versions": {"jax": "0"}}, lines, old)
-    assert (found.rows, found.same) == (10, 8) and found.worst == pytest.approx(0.005)
-    assert "0.005 nats a token" in found.different[0] and "another item" in found.different[1]
+    assert (found.rows, found.same) == (10, 6) and found.worst == 1.0
+    said = ("0.005 nats a token", "another item", "1 nats a token", "other bytes")
+    assert all(text in line for text, line in zip(said, found.different, strict=True))
     assert found.changed == ["jax: 0 then, 1 now"]
     assert check.say(found, True) == 1
     assert check.say(check.compare("f", HEADER, old.lines, old), False) == 0
@@ -222,6 +263,12 @@ def test_a_check_finds_what_differs():
     ("--check none.jsonl", "cannot read none.jsonl"),
     ("--model smollm2-135n", "did you mean 'smollm2-135m'?"),
     ("extra", "'extra' is one argument too many"),
+    ("--quick --suite qwen", "leave out --quick or --suite"),
+    ("--against snapkv@0.6", "did you mean 'snapkv@0.5'?"),
+    ("--task niah_single,depth=high", "niah_single: depth must be of type float, got 'high'"),
+    ("--task niah_single,depth=true", "niah_single: depth must be of type float, got True"),
+    ("--task langid,path=5 --quick", "cannot read 5"),
+    ("--task asked", "give it as asked,path=FILE"),
 ])  # fmt: skip
 def test_bad_commands_are_one_sentence(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

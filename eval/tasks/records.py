@@ -1,6 +1,7 @@
 """Records of a user's file, checked one by one: what is wrong is told with its line and field."""
 
 import csv
+import io
 import json
 import pathlib
 import sys
@@ -15,6 +16,8 @@ KINDS = {str: "text", list: "a list of texts"}
 
 def read(path: str, split: str) -> Found:
     """The records of a jsonl, csv or parquet file, or of a hub data set (`split` of it)."""
+    if not path:
+        raise InputError("the task needs a file: give it as asked,path=FILE")
     file = pathlib.Path(path).expanduser()
     if file.suffix in (".jsonl", ".json", ".csv", ".parquet") and not file.is_file():
         raise InputError(f"there is no file {path!r}; check the path")
@@ -41,6 +44,8 @@ def text_of(file: pathlib.Path) -> str:
 
 def jsonl(path: str) -> Found:
     """The objects in a file of one JSON object a line; empty lines are passed over."""
+    if not path:
+        raise InputError("the task needs a file: give it as longbench,path=FILE")
     file = pathlib.Path(path).expanduser()
     return parsed(file.name, text_of(file))
 
@@ -63,7 +68,8 @@ def parsed(name: str, text: str) -> Found:
 def _csv(file) -> Found:
     most = csv.field_size_limit(sys.maxsize)  # contexts are longer than its 128 kB
     try:
-        rows = list(csv.DictReader(text_of(file).splitlines(keepends=True), strict=True))
+        # not splitlines: it also cuts at form feeds, which are text
+        rows = list(csv.DictReader(io.StringIO(text_of(file), newline=""), strict=True))
     except csv.Error as error:
         raise InputError(f"{file.name}: bad CSV: {error}; write it anew") from None
     finally:
@@ -110,9 +116,19 @@ def get(where: str, row: dict, name: str, kind: type, *, empty: bool = False) ->
     right = isinstance(value, kind)
     if right and kind is list:
         right = all(isinstance(v, str) and v.strip() for v in value)
+    if right and not _unicode(value):
+        raise InputError(f"{where}: field {name!r}: expected text, found half a surrogate pair")
     if not right or not (empty or (value.strip() if kind is str else value)):
         raise InputError(f"{where}: field {name!r}: expected {KINDS[kind]}, found {_short(value)}")
     return value
+
+
+def _unicode(value) -> bool:
+    try:
+        "".join(value).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _short(value):

@@ -58,7 +58,7 @@ def spelled(made: CacheRecipe) -> str:
         usual |= dict(options_of(recipe(made.name, codec=(k, v))))
     keep = given.pop("keep", None)
     if keep is not None and not (made.choice is not None and made.choice.slots):
-        word += f"@{keep:g}"
+        word += f"@{keep!r}"
     for option, mine in given.items():
         if mine != usual.get(option):
             word += f",{option}={mine}"
@@ -74,13 +74,13 @@ def _codecs(made: CacheRecipe) -> tuple[str, str]:
 def budgeted(made: CacheRecipe, length: int) -> CacheRecipe:
     """The recipe with its budget as a number of entries, for a context of `length` tokens.
 
-    Recipes that compress while they read would otherwise take `keep` of all the room there is. Odd
-    numbers are rounded to sixteen, so that contexts of many lengths share compilations.
+    Recipes that compress while they read would otherwise take `keep` of all the room there is.
+    Numbers above 512 are cut to sixteens, so that contexts of many lengths share compilations.
     """
     choice = made.choice
     if choice is None or made.when != "during" or choice.slots is not None:
         return made
     entries = round(made.keep * length)
-    if length % 64:
-        entries = -(-entries // 16) * 16
+    if entries > 512:
+        entries -= entries % 16
     return dataclasses.replace(made, choice=dataclasses.replace(choice, slots=max(entries, 1)))

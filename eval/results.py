@@ -3,7 +3,6 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,37 +10,17 @@ import numpy as np
 
 from kvjax.errors import InputError, unknown
 from kvjax.eval import stats
-from kvjax.eval.stats import Mean
+from kvjax.eval.summary import (
+    CALIBRATED,
+    Summary,
+    alike,
+    average,
+    key_loss,
+    logprobs,
+    over_items,
+)
 
-CALIBRATED = 10  # asks with the same options, for a mean that means something
 COMPILED_S = 0.05  # a run with more of tracing and compiling than this is not warm
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One recipe on one task with one model, beside the exact cache on the same asks."""
-
-    model: str
-    task: str
-    recipe: str
-    kind: str  # "accuracy" or "loss"
-    items: int
-    asks: int
-    value: Mean  # accuracy, or nats a token
-    change: Mean  # accuracy: difference from the base; loss: relative to it, minus 1
-    logprob: Mean  # of the right answer, in nats an answer (loss: a token)
-    logprob_change: Mean  # paired difference from the base
-    key_loss: Mean | None  # nats a token, of tokens that need the far prefix
-    kl: float  # nats a token; nan for exact
-    top1: float  # share of equal likeliest tokens
-    held: float  # bytes of the leaves, mean over items
-    live: float  # bytes of what a query can see
-    share: float  # held, of the exact cache's
-    entries: float  # live, per layer and kv head
-    chance: float  # accuracy by guessing; loss: with the recent text alone
-    claim: str  # equal, worse, open, few: kvjax.eval.stats.claim
-    compress_s: tuple[float, float, float] | None  # median, quartiles; warm runs
-    decode_ms: tuple[float, float, float] | None  # a token
 
 
 class Results:
@@ -108,9 +87,9 @@ class Results:
             right = self._right(model, task, "exact")
             if not right:
                 return True
-            return stats.near_chance(_over_items(right), self._chance(model, task))
+            return stats.near_chance(over_items(right), self._chance(model, task))
         gains = [((i, 0), ask["lp"] - ask["lp_recent"]) for i, ask in asks if "lp_recent" in ask]
-        return bool(gains) and stats.near_chance(_over_items(gains), 0.0)
+        return bool(gains) and stats.near_chance(over_items(gains), 0.0)
 
     def _kind(self, model, task) -> str:
         rows = self._by[model, task, "exact"].values()
@@ -142,7 +121,7 @@ class Results:
                 for option, lp in ask.get("options", {}).items():
                     heard[option].append(lp)
         counts = {len(lps) for lps in heard.values()}
-        same = len(counts) == 1 and min(counts) >= CALIBRATED and _alike(rows)
+        same = len(counts) == 1 and min(counts) >= CALIBRATED and alike(rows)
         prior = {option: statistics.fmean(lps) if same else 0.0 for option, lps in heard.items()}
         out = []
         for item in sorted(rows.keys() & exact.keys()):
@@ -175,12 +154,12 @@ class Results:
         kind, shared = self._kind(model, task), sorted(rows.keys() & base.keys() & exact.keys())
         if not shared:
             raise InputError(f"{recipe} and {self.base} have no item of {task} in common")
-        lps, others, counts = _logprobs(rows, base, exact, shared, kind)
+        lps, others, counts = logprobs(rows, base, exact, shared, kind)
         if kind == "accuracy":
             mine = dict(self._right(model, task, recipe))
             theirs = dict(self._right(model, task, self.base))
-            value = _over_items(mine.items())
-            change = _over_items((k, mine[k] - theirs[k]) for k in mine.keys() & theirs.keys())
+            value = over_items(mine.items())
+            change = over_items((k, mine[k] - theirs[k]) for k in mine.keys() & theirs.keys())
         else:
             value = stats.mean([-x for x in lps], counts)
             change = stats.ratio([-x for x in lps], [-x for x in others])
@@ -191,7 +170,7 @@ class Results:
             model, task, recipe, kind, len(shared), number,
             value, change, stats.mean(lps, counts),
             stats.mean([a - b for a, b in zip(lps, others, strict=True)], counts),
-            _key_loss(rows, exact, shared), _average(asks, "kl"), _average(asks, "top1"),
+            key_loss(rows, exact, shared), average(asks, "kl"), average(asks, "top1"),
             held, statistics.fmean(rows[i]["live"] for i in shared),
             held / max(statistics.fmean(exact[i]["held"] for i in shared), 1),
             statistics.fmean(rows[i]["entries"] for i in shared), self._chance(model, task),
@@ -231,12 +210,6 @@ class Results:
         return plots.plot(self, path, model)
 
 
-def _alike(rows) -> bool:
-    """Whether all asks have the same options."""
-    seen = {tuple(sorted(a["options"])) for r in rows.values() for a in r["asks"] if "options" in a}
-    return len(seen) == 1
-
-
 def _match(paths, read) -> None:
     """Refuses files that cannot be shown together: of other items, or compressed otherwise."""
     queries = {header["config"]["query"] for header, _, _ in read}
@@ -254,48 +227,3 @@ def _match(paths, read) -> None:
                     f"{first[1]} and {path} have different items {line['item']} of {line['task']} "
                     "(another seed or text?): they are not shown together"
                 )
-
-
-def _over_items(pairs) -> Mean:
-    """The mean over asks, with an interval over items."""
-    sums, counts = defaultdict(float), defaultdict(int)
-    for (item, _), x in pairs:
-        sums[item] += x
-        counts[item] += 1
-    order = sorted(sums)
-    return stats.mean([sums[i] for i in order], [counts[i] for i in order])
-
-
-def _logprobs(rows, base, exact, shared, kind):
-    """Sums of log-probabilities by item, of this and the other, and numbers of asks (tokens)."""
-    lps, others, counts = [], [], []
-    for item in shared:
-        a = b = count = 0
-        trio = zip(*(x[item]["asks"] for x in (rows, base, exact)), strict=True)
-        for mine, theirs, asked in trio:
-            if asked.get("needs", True):
-                a, b = a + mine["lp"], b + theirs["lp"]
-                count += mine["n"] if kind == "loss" else 1
-        lps.append(a)
-        others.append(b)
-        counts.append(count)
-    return lps, others, counts
-
-
-def _key_loss(rows, exact, shared) -> Mean | None:
-    """Loss on the tokens that need the far prefix."""
-    sums, counts = [], []
-    for item in shared:
-        pairs = zip(rows[item]["asks"], exact[item]["asks"], strict=True)
-        known = [(mine["lp_key"], theirs["n_key"]) for mine, theirs in pairs if "lp_key" in mine]
-        sums.append(-sum(lp for lp, _ in known))
-        counts.append(sum(n for _, n in known))
-    return stats.mean(sums, counts) if any(counts) else None
-
-
-def _average(asks, what) -> float:
-    """A mean over tokens."""
-    known = [(ask[what], ask["n"]) for ask in asks if what in ask]
-    if not known:
-        return float("nan")
-    return sum(x * n for x, n in known) / sum(n for _, n in known)

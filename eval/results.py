@@ -83,13 +83,13 @@ class Results:
 
     def _dropped(self, model, task, rows) -> bool:
         asks = [(i, ask) for i, row in rows.items() for ask in row["asks"]]
-        if self._kind(model, task) == "accuracy":
-            right = self._right(model, task, "exact")
-            if not right:
-                return True
-            return stats.near_chance(over_items(right), self._chance(model, task))
         gains = [((i, 0), ask["lp"] - ask["lp_recent"]) for i, ask in asks if "lp_recent" in ask]
-        return bool(gains) and stats.near_chance(over_items(gains), 0.0)
+        if gains:  # all asks, also those that are not counted: to count them is to choose
+            return stats.near_chance(over_items(gains), 0.0)
+        if self._kind(model, task) == "loss":
+            return False
+        right = self._right(model, task, "exact")
+        return not right or stats.near_chance(over_items(right), self._chance(model, task))
 
     def _kind(self, model, task) -> str:
         rows = self._by[model, task, "exact"].values()

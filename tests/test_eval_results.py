@@ -121,6 +121,17 @@ def test_options_that_do_not_recur_are_not_calibrated(answer, right):
     assert Results(HEADER, lines).summary[0].value.mean == right
 
 
+@pytest.mark.parametrize("gain, dropped", [(3.0, []), (0.0, [("m", "t")])])
+def test_a_task_with_far_answers_is_judged_by_what_the_far_text_tells(gain, dropped):
+    """A small model may be right seldom and still know more with the far text than without."""
+    noise = np.random.default_rng(6).normal(0.0, 1.0, 30).tolist()
+    asks = [{"lp": -5.0, "n": 1, "right": 0.0, "needs": True, "lp_recent": -5.0 - gain + x}
+            for x in noise]  # fmt: skip
+    assert (
+        Results(HEADER, [line("t", i, "exact", [a]) for i, a in enumerate(asks)]).dropped == dropped
+    )
+
+
 def test_chance_is_of_the_asks_that_count():
     asks = [{"lp": -1.0, "n": 1, "options": {"a": -1.0, "b": -2.0}, "answer": "a", "needs": True},
             {"lp": -1.0, "n": 1, "options": dict.fromkeys("abcdefghij", -1.0), "answer": "a",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from evaluating import LENGTH, MODEL, TASKS, draw, plain, run
+from evaluating import LENGTH, MODEL, RECIPES, TASKS, draw, plain, run
 
 import kvjax
 from kvjax import eval as evaluation

@@ -55,9 +55,9 @@ def check(
 
 def compare(path: str, header: dict, lines: list[dict], new) -> Found:
     """The rows of `new` beside those of a file that was read."""
-    old = {_at(line): line for line in lines if line["kind"] == "row"}
+    old = {file.at(line): line for line in lines if line["kind"] == "row"}
     worst, same, different = 0.0, 0, []
-    compared = [(old[_at(row)], row) for row in new.rows if _at(row) in old]
+    compared = [(old[file.at(row)], row) for row in new.rows if file.at(row) in old]
     if not compared:
         raise InputError(f"{path} holds no row that the new run has; is the file empty?")
     for was, now in compared:
@@ -80,10 +80,6 @@ def compare(path: str, header: dict, lines: list[dict], new) -> Found:
         if header[part].get(name) != value
     ]
     return Found(path, len(compared), same, worst, different, changed)
-
-
-def _at(row):
-    return row["model"], row["task"], row["item"], row["recipe"]
 
 
 def _gap(was, now) -> float:

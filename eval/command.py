@@ -17,6 +17,7 @@ from kvjax.eval import check, file, keys, peers, plans, progress, suites, tables
 from kvjax.eval.results import Results
 from kvjax.eval.run import execute
 from kvjax.eval.tasks import TASKS, sentence
+from kvjax.models import MODELS
 
 QUICK = ("streaming_llm", "snapkv", "int8")
 
@@ -47,7 +48,8 @@ def run(args, argv: list[str]) -> int:
         raise unknown("recipe of this run", args.against, labels)
     out = Path(args.out or _default(args, todo, models[0]))
     for name in models:
-        commands.download(name, unofficial=args.unofficial)
+        if name in MODELS:
+            commands.download(name, unofficial=args.unofficial)
     if args.peer and args.peer_python is None:
         for peer in args.peer:
             peers.python(peer)  # made now: it says what it does

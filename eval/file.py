@@ -11,7 +11,6 @@ from typing import Any
 from kvjax.errors import InputError
 
 FORMAT = 1
-ENDS = (".jsonl", ".jsonl.xz")
 
 
 def parse(path: str | os.PathLike[str]) -> tuple[dict, list[dict], int]:
@@ -131,10 +130,11 @@ def opened(
         lock = _locked(made.path) if os.path.lexists(made.path) else None
         if lock is not None and not force:
             old, lines, whole = parse(made.path)
-            rows = [line for line in lines if line["kind"] == "row" and current(line)]
-            have = {_at(row) for row in rows}
-            made.header, made.lines = old, [x for x in lines if "task" not in x or _at(x) in have]
-            made.lines = [x for x in made.lines if x["kind"] != "row" or current(x)]
+            stale = {at(x) for x in lines if x["kind"] == "row" and not current(x)}
+            made.header, made.lines = (
+                old,
+                [x for x in lines if "task" not in x or at(x) not in stale],
+            )
             if len(made.lines) < len(lines):
                 _rewrite(made.path, [old, *made.lines])
             elif whole < made.path.stat().st_size:
@@ -173,7 +173,8 @@ def _again(path: Path, lock: int) -> int:
     return stream
 
 
-def _at(line) -> tuple:
+def at(line: dict) -> tuple:
+    """Which item and recipe a row, or its times, is of."""
     return line["model"], line["task"], line["item"], line["recipe"]
 
 

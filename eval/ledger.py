@@ -29,10 +29,6 @@ def _what(row) -> tuple:
     return row["task"], row["hash"], row["recipe"], row["code"]
 
 
-def _at(row) -> tuple:
-    return row["model"], row["task"], row["item"], row["recipe"]
-
-
 @dataclass
 class Ledger:
     """The rows of a run."""
@@ -45,7 +41,7 @@ class Ledger:
     done: float = 0.0
 
     def __post_init__(self):
-        self.rows = {_at(line): line for line in self.log.lines if line["kind"] == "row"}
+        self.rows = {file.at(line): line for line in self.log.lines if line["kind"] == "row"}
 
     def get(self, job: Job, task: str, i: int, recipe: str) -> dict | None:
         """The row of item i, from the shelf if need be."""
@@ -64,7 +60,7 @@ class Ledger:
 
     def add(self, *lines: dict) -> None:
         self.log.add(lines)
-        self.rows |= {_at(line): line for line in lines if line["kind"] == "row"}
+        self.rows |= {file.at(line): line for line in lines if line["kind"] == "row"}
 
     def advance(self, what: str, work: float = 0.0) -> None:
         """Says what is being done, and that so much work is done."""

@@ -59,6 +59,11 @@ def plan(
         tasks = suites.of(suite, models)
     elif suite is not None:
         raise InputError("tasks and a suite were given; a suite is a list of tasks: leave out one")
+    if query_aware and peers:
+        raise InputError(
+            f"{peers[0]} compresses without the question here, and query_aware was asked for; "
+            "leave out one of them"
+        )
     chosen, own = _recipes(recipes, keep)
     resolved = {}
     for label, task, count in _tasks(tasks):

@@ -19,8 +19,7 @@ from kvjax.eval.summary import (
     logprobs,
     over_items,
 )
-
-COMPILED_S = 0.05  # a run with more of tracing and compiling than this is not warm
+from kvjax.eval.timing import COMPILED_S
 
 
 class Results:
@@ -79,9 +78,7 @@ class Results:
 
     def near_chance(self, model: str, task: str) -> bool:
         """Whether the exact cache cannot be told from guessing, or from the recent text alone."""
-        return self._dropped(model, task, self._by[model, task, "exact"])
-
-    def _dropped(self, model, task, rows) -> bool:
+        rows = self._by[model, task, "exact"]
         asks = [(i, ask) for i, row in rows.items() for ask in row["asks"]]
         gains = [((i, 0), ask["lp"] - ask["lp_recent"]) for i, ask in asks if "lp_recent" in ask]
         if gains:  # all asks, also those that are not counted: to count them is to choose

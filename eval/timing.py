@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
+COMPILED_S = 0.05  # a run with more of tracing and compiling than this is not warm
 _compiling = [0.0]
 
 

@@ -188,7 +188,7 @@ def _eval(parser):
 
 
 def _eval_run(args, argv):
-    from kvjax.eval import command
+    from kvjax.eval import command  # pyright: ignore[reportMissingImports]
 
     return command.run(args, argv)
 
@@ -200,7 +200,7 @@ def _bench(parser):
 
 
 def _bench_speed(args):
-    from kvjax.eval import speed
+    from kvjax.eval import speed  # pyright: ignore[reportMissingImports]
 
     return speed.run(args.rest)
 

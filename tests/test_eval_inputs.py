@@ -16,6 +16,7 @@ BAD = [
     ({"recipes": ["snapvk@0.5"]}, "unknown recipe 'snapvk'; did you mean 'snapkv'?"),
     ({"recipes": ["kvpress:kvzip@0.5"]}, "give --peer kvpress too"),
     ({"peers": ["kvpres"]}, "unknown peer 'kvpres'; did you mean 'kvpress'?"),
+    ({"peers": ["kvpress"], "query_aware": True}, "kvpress compresses without the question here"),
     ({"peers": ["kvpress"]}, "give the model by its name or path"),
     ({"tasks": None, "suite": "smolm2"}, "unknown suite 'smolm2'; did you mean 'smollm2'?"),
     ({"items": 0}, "items must be a whole number above 0, got 0"),

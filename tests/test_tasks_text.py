@@ -226,8 +226,27 @@ def test_own_questions(tmp_path):
     (item,) = made("own", Asked(str(table)), SMOLLM2, 9, 0)
     (ask,) = item.asks
     assert text(ask.question + ask.answer).endswith("Answer: 007") and len(item.context) > 40_000
+    table.write_bytes(b"context,question,answer\none\x0ctwo,which?,two\n")  # a form feed is text
+    (item,) = made("own", Asked(str(table)), SMOLLM2, 9, 0)
+    assert text(item.context) == "one\x0ctwo"
     with pytest.raises(InputError, match="there is no file"):
         made("own", Asked("missing.jsonl"), SMOLLM2, 1, 0)
+    half = jsonl(tmp_path / "half.jsonl", RECORD, RECORD | {"context": "\ud800"})
+    with pytest.raises(InputError, match="line 2: field 'context': expected text, found half a"):
+        made("own", Asked(half), SMOLLM2, 1, 0)
+
+
+def test_own_questions_in_parquet_are_read_through_datasets(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"context": f"Room {i} is green.", "question": "Which?", "answer": str(i)}
+            for i in range(3)]  # fmt: skip
+    file = tmp_path / "own.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(file)
+    items = made("own", Asked(str(file)), SMOLLM2, 9, 0)
+    assert [text(item.context) for item in items] == [row["context"] for row in rows]
+    assert [text(item.asks[0].answer).strip() for item in items] == ["0", "1", "2"]
 
 
 def test_longbench_files(tmp_path):

@@ -1,11 +1,9 @@
 """The questions that ship with the package."""
 
-import hashlib
 import json
-import lzma
-from importlib import resources
 
-from kvjax.errors import InputError, unknown
+from kvjax.data import unpacked
+from kvjax.errors import unknown
 
 SHA256 = {  # of each unpacked file
     "icl_langid": "d53a878cc41e62f9f8bb8ae21e3f124a45b446872c28b42388b8f8e6a11d375e",
@@ -18,12 +16,5 @@ def lines(name: str) -> list[dict]:
     """The records of the shipped file `name`.jsonl.xz, in order."""
     if name not in SHA256:
         raise unknown("shipped file", name, SHA256)
-    packed = resources.files(__name__).joinpath(f"{name}.jsonl.xz").read_bytes()
-    text = lzma.decompress(packed)
-    found = hashlib.sha256(text).hexdigest()
-    if found != SHA256[name]:
-        raise InputError(
-            f"the shipped file {name}.jsonl.xz is damaged: sha256 {found}, "
-            f"expected {SHA256[name]}; install kvjax again"
-        )
-    return [json.loads(line) for line in text.decode("utf-8").splitlines()]
+    text = unpacked(__name__, f"{name}.jsonl.xz", SHA256[name])
+    return [json.loads(line) for line in text.splitlines()]

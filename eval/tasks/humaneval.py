@@ -7,6 +7,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from kvjax import commands
 from kvjax.errors import InputError
 from kvjax.eval.items import Ask, Item
 from kvjax.eval.tasks import records, texts
@@ -95,7 +96,7 @@ def _rows(path):
 
 @functools.lru_cache(maxsize=2)
 def _read(file, _changed) -> list[dict]:
-    text = _unpacked(file) if file.suffix == ".gz" else records.text_of(file)
+    text = _unpacked(file) if file.suffix == ".gz" else commands.read_text(str(file))
     rows = records.all_of(records.parsed(file.name, text), _task)
     return [row for _, row in rows]
 

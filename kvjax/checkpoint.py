@@ -15,6 +15,7 @@ import numpy as np
 from kvjax import leaf_file, sharding
 from kvjax.cache import recipes
 from kvjax.cache.cache import Cache, LayerCache, Tail
+from kvjax.cache.pool import Pool
 from kvjax.cache.slots import Slots
 from kvjax.cache.state import State
 from kvjax.cache.valid import check_shapes, check_values, same, short
@@ -22,7 +23,9 @@ from kvjax.config import CacheRecipe, from_json, to_json
 from kvjax.errors import InputError
 from kvjax.params import abstract_params
 
-TYPES: dict[str, typing.Any] = {t.__name__: t for t in (Cache, LayerCache, Tail, Slots, State)}
+TYPES: dict[str, typing.Any] = {
+    t.__name__: t for t in (Cache, LayerCache, Tail, Slots, State, Pool)
+}
 """The nodes that a file may name. Nothing is imported or unpickled by name."""
 
 DEEP = 16

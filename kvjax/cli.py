@@ -15,6 +15,7 @@ COMMANDS = {
     "compare": "compare recipes with the exact cache on a text file and a question",
     "eval": "measure recipes on tasks, paired with the exact cache and with peers",
     "recipes": "list the recipes: what is kept, when, and where the method comes from",
+    "train": "make what a recipe needs for a model: labels, gates, features, a surrogate",
     "fetch": "download a model once, checked against its sha256",
     "bench": "measure speed",
 }
@@ -115,13 +116,14 @@ def _parser():
     commands["recipes"].set_defaults(run=_run("recipes"))
     _fetch(commands["fetch"])
     _bench(commands["bench"])
+    _train(commands["train"])
     return parser, commands
 
 
 def _demo(parser):
     _model(parser)
     _keep(parser)
-    parser.add_argument("--all", action="store_true", help="every recipe")
+    parser.add_argument("--all", action="store_true", help="every recipe that the model can use")
     parser.set_defaults(run=_run("demo"))
 
 
@@ -140,7 +142,7 @@ def _compare(parser):
     parser.add_argument(
         "--recipe", action="append", help="a recipe to compare; may be given again (six recipes)"
     )
-    parser.add_argument("--all", action="store_true", help="every recipe")
+    parser.add_argument("--all", action="store_true", help="every recipe that the model can use")
     parser.add_argument(
         "--max-new-tokens", type=_positive, default=32, help="tokens compared (%(default)s)"
     )
@@ -157,6 +159,26 @@ def _fetch(parser):
         help="allow packages that are re-uploads by somebody other than the publisher",
     )
     parser.set_defaults(run=_run("fetch"))
+
+
+def _train(parser):
+    from kvjax.cache.named import NAMED
+
+    names = [name for name, entry in NAMED.items() if entry.needs and name != "finch"]
+    parser.add_argument("recipe", choices=names, help="the recipe that needs it")
+    _model(parser)
+    parser.add_argument("--text", action="append", help="a text to train on; again (Moby Dick)")
+    parser.add_argument("--length", type=_positive, help="tokens of a text (the recipe's own)")
+    parser.add_argument("--steps", type=_positive, help="steps of training, or epochs, if any")
+    parser.add_argument("--out", help="the file to write (where kvjax.load finds it)")
+    parser.add_argument("--force", action="store_true", help="replace the file")
+
+    def train(args):
+        from kvjax.train import command  # pyright: ignore[reportMissingImports]
+
+        return command.main(args)
+
+    parser.set_defaults(run=train)
 
 
 def _eval(parser):

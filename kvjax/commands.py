@@ -14,7 +14,7 @@ from rich.table import Table
 
 import kvjax
 from kvjax import compare as comparing
-from kvjax import models
+from kvjax import models, scorers, tables
 from kvjax.errors import InputError
 from kvjax.models.fetch import fetch as fetch_file
 
@@ -90,6 +90,23 @@ def loaded(name):
     return kvjax.load(name), fetch_s
 
 
+def usable(model, chosen, named=None):
+    """The recipes of (title, recipe) that can be used; says on stderr what others need.
+
+    One that was named raises.
+    """
+    out = []
+    for title, recipe in chosen:
+        said = tables.missing(recipe, model.tables)
+        if said and named:
+            raise InputError(said)
+        if said:
+            print(f"kvjax: left out: {said}", file=sys.stderr, flush=True)
+        else:
+            out.append((title, recipe))
+    return out
+
+
 def read_text(name: str) -> str:
     """The text of a UTF-8 file."""
     try:
@@ -128,6 +145,7 @@ def demo(args) -> None:
     if not args.json:
         Console().print(showing.opening(model, args.model, chosen) + "\n", highlight=False)
         sys.stdout.flush()
+    chosen = usable(model, chosen)
     with steps(args, len(chosen) + 1) as tick:
         report = showing.run(model, chosen, tick)
     report |= {"model": args.model, "fetch_s": fetch_s, "load_s": load_s}
@@ -148,14 +166,18 @@ def ask(args) -> None:
     text, question = file_and_question(args)
     recipe = kvjax.recipe(args.recipe, **args.options)
     model, _ = loaded(args.model)
+    guided = scorers.reads(recipe.choice) == "question"  # reads the question with the text
+    if not guided:
+        usable(model, [(args.recipe, recipe)], args.recipe)
     tokens, asked = comparing.split(model.tokenizer, text, question)
     max_length = comparing.room(len(tokens) + len(asked) + args.max_new_tokens)
     started = time.perf_counter()
     with steps(args, 1) as tick:
         tick(f"reading {len(tokens):,} tokens")
         _, cache = kvjax.prefill(
-            model, np.asarray([tokens], np.int32), recipe, max_length=max_length, logits="none"
-        )
+            model, np.asarray([tokens], np.int32), recipe, max_length=max_length, logits="none",
+            question=np.asarray([asked], np.int32) if guided else None,
+        )  # fmt: skip
         size = comparing.held(model.config, cache, max_length)  # waits for the cache
     read_s = time.perf_counter() - started
     made = kvjax.generate(
@@ -199,6 +221,7 @@ def compare(args) -> None:
     text, question = file_and_question(args)
     chosen = comparing.contenders(args.recipe, args.options, args.all)
     model, _ = loaded(args.model)
+    chosen = usable(model, chosen, args.recipe)
     tokens, asked = comparing.split(model.tokenizer, text, question)
     with steps(args, len(chosen) + 1) as tick:
         report = comparing.run(model, tokens, asked, chosen, args.max_new_tokens, tick)

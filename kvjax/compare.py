@@ -51,8 +51,8 @@ def with_keep(name: str, keep: float | None, **options) -> CacheRecipe:
     return kvjax.recipe(name, keep=keep, **options)
 
 
-def build(model, exact, tokens, recipe: CacheRecipe, max_length: int):
-    """The cache that `recipe` makes of `tokens [b t]`.
+def build(model, exact, tokens, recipe: CacheRecipe, max_length: int, evidence=None):
+    """The cache that `recipe` makes of `tokens [b t]`; evidence: `api.evidence_of`, if known.
 
     Recipes that compress afterwards condense the exact cache, which stays as it was; recipes that
     compress as tokens arrive read the tokens again.
@@ -60,7 +60,7 @@ def build(model, exact, tokens, recipe: CacheRecipe, max_length: int):
     if recipe.store is None:
         return kvjax.fork(exact)
     if recipe.when == "after":
-        return kvjax.condense(model, exact, recipe, tokens=tokens)
+        return kvjax.condense(model, exact, recipe, tokens=tokens, evidence=evidence)
     return kvjax.prefill(model, tokens, recipe, max_length=max_length, logits="none")[1]
 
 
@@ -74,11 +74,10 @@ def held(config: ModelConfig, cache, max_length: int) -> Held:
 
 def live(cache) -> float:
     """Entries that a query can see, per layer and kv head, on average."""
-    per_layer, layers = 0.0, 0
+    total, layers = 0.0, 0
     for group in cache.groups:
-        low = oldest_in_ring(cache, group)
-        ring = positions.ring(group.tail.capacity, cache.seen, low)
-        count = float((ring >= 0).sum(-1).mean())
+        depth = group.stop - group.start
+        count = float(_ring(cache, group).sum(-1).mean())
         for body in group.bodies:
             if isinstance(body, State):  # sums over tokens: it has no entries
                 continue
@@ -86,11 +85,18 @@ def live(cache) -> float:
                 count += float(jnp.clip(cache.edge - body.base, 0).mean())
                 continue
             filled = (slots.unpack_pos(body.pos) >= 0).sum((-1, -2))  # [l b r]
-            heads = group.tail.k.shape[2] if body.owner is not None else filled.shape[2]
-            count += int(filled.sum()) / (heads * filled[..., 0].size)
-        per_layer += count * (group.stop - group.start)
-        layers += group.stop - group.start
-    return per_layer / layers
+            count += int(filled.sum()) / filled.size
+        total += count * depth
+        layers += depth
+    if cache.pool is not None:
+        heads = cache.groups[0].tail.k.shape[2]
+        total += int((slots.unpack_pos(cache.pool.pos) >= 0).sum()) / (heads * cache.batch)
+    return total / layers
+
+
+def _ring(cache, group):
+    """Which slots of a tail hold a token, [b c]."""
+    return positions.ring(group.tail.capacity, cache.seen, oldest_in_ring(cache, group)) >= 0
 
 
 def live_bytes(cache) -> tuple[int, float]:
@@ -101,15 +107,15 @@ def live_bytes(cache) -> tuple[int, float]:
     size = 0.0
     for group in cache.groups:
         rings = [group.tail.k, group.tail.v]
-        low = oldest_in_ring(cache, group)
-        ring = positions.ring(group.tail.capacity, cache.seen, low) >= 0
-        size += nbytes(rings) * float(ring.mean())
+        size += nbytes(rings) * float(_ring(cache, group).mean())
         for body in group.bodies:
-            size += nbytes(body) * _filled(cache, group, body)
+            size += nbytes(body) * _filled(cache, body)
+    if cache.pool is not None:
+        size += nbytes(cache.pool) * float((slots.unpack_pos(cache.pool.pos) >= 0).mean())
     return round(size), live(cache)
 
 
-def _filled(cache, group, body) -> float:
+def _filled(cache, body) -> float:
     """The share of a body's slots that are in use."""
     if isinstance(body, State):
         return 1.0

@@ -131,6 +131,7 @@ class CacheRecipe:
     store: Store | None = None  # None: the exact cache, a tail and nothing else
     choice: Choice | None = None  # None: every token is kept
     fold: Spec | None = None  # features of a state that takes what eviction drops; None forgets
+    reducer: Spec | None = None  # what stands for what condense drops: kvjax/reducers
 
 
 def to_json(config) -> str:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.cache import Cache, takes_more
 from kvjax.cache.ops import append, compress
+from kvjax.cache.slots import Slots
 from kvjax.config import ModelConfig
 from kvjax.errors import InputError
 from kvjax.model import look
@@ -65,7 +66,7 @@ def generate_some(
 
     first: steps done before (for the keys); done [b]: rows that have ended; limit: steps after
     which all rows end (traced). Two nested scans: the outer carries the bodies and compresses every
-    `recipe.stride` tokens, the inner carries only the tails.
+    `recipe.stride` tokens, the inner carries only the tails and what scorers remember of each slot.
     """
     if steps < 1:
         raise InputError(f"steps must be at least 1, got {steps}")
@@ -87,7 +88,7 @@ def generate_some(
         last = jnp.where(done, last, token)
         for end in stop or ():
             done = done | (token == end)
-        return dict(light=_strip(whole), last=last, done=done), out
+        return dict(light=_light(whole), last=last, done=done), out
 
     def several(carry, i, count):
         heavy = carry["heavy"]
@@ -96,10 +97,10 @@ def generate_some(
             lambda c, j: one(c | {"heavy": heavy}, j), light, i + jnp.arange(count)
         )
         whole = compress(_join(light["light"], heavy), tables=tables)
-        return dict(light, light=_strip(whole), heavy=_bodies(whole)), out
+        return dict(light, light=_light(whole), heavy=_bodies(whole)), out
 
     carry = dict(
-        light=_strip(cache), heavy=_bodies(cache), last=tokens.astype(jnp.int32), done=done
+        light=_light(cache), heavy=_bodies(cache), last=tokens.astype(jnp.int32), done=done
     )
     full = steps // stride
     carry, out = jax.lax.scan(lambda c, i: several(c, i * stride, stride), carry, jnp.arange(full))
@@ -111,14 +112,27 @@ def generate_some(
 
 
 def _bodies(cache):
-    return tuple(g.bodies for g in cache.groups)
+    """What no step changes: the bodies without what is remembered of their slots, and the pool."""
+    bodies = tuple(tuple(map(_forgetful, g.bodies)) for g in cache.groups)
+    return bodies, cache.pool
+
+
+def _forgetful(body):
+    return body.replace(stat=None) if isinstance(body, Slots) else body
+
+
+def _light(cache):
+    """The cache without its bodies, and their `stat`: what the inner scan carries."""
+    stats = tuple(tuple(getattr(b, "stat", None) for b in g.bodies) for g in cache.groups)
+    groups = tuple(g.replace(bodies=()) for g in cache.groups)
+    return cache.replace(groups=groups, pool=None), stats
 
 
 def _join(light, heavy):
-    groups = tuple(g.replace(bodies=b) for g, b in zip(light.groups, heavy, strict=True))
-    return light.replace(groups=groups)
-
-
-def _strip(cache):
-    """The cache without its bodies: what the inner scan carries."""
-    return _join(cache, [() for _ in cache.groups])
+    (cache, stats), (bodies, pool) = light, heavy
+    groups = []
+    for group, codes, stat in zip(cache.groups, bodies, stats, strict=True):
+        pairs = zip(codes, stat, strict=True)
+        whole = tuple(b if s is None else b.replace(stat=s) for b, s in pairs)
+        groups.append(group.replace(bodies=whole))
+    return cache.replace(groups=tuple(groups), pool=pool)

@@ -140,8 +140,8 @@ def _start(model, tokens, lengths, recipe, cache, more) -> tuple[Any, Cache, int
             f"the cache was made with {cache.recipe.name!r} and recipe is {recipe.name!r} with its "
             "own options: a cache keeps its recipe; leave recipe out"
         )
-    need = int(jnp.max(cache.seen + lengths)) + more
-    fits(model.config, need, cache.max_length, "prefill with a larger one")
+    need, reach = (int(jnp.max(x + lengths)) + more for x in (cache.seen, cache.clock))
+    fits(model.config, need, cache.max_length, "prefill with a larger one", reach)
     logits, cache = extend(model, tokens, cache, lengths=lengths)
     return logits, cache, nbytes(cache)
 

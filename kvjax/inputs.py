@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.cache.cache import NAN, OVERFLOW, Cache
+from kvjax.cache.cache import NAN, OVERFLOW, TRIMMED, Cache
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.errors import InputError
 
@@ -88,20 +88,25 @@ def a_cache(value: Any) -> Cache:
     return value
 
 
-def fits(config: ModelConfig, length: int, room: int, remedy: str) -> None:
-    """Whether `length` tokens fit a cache of `room` and the model's context."""
+def fits(
+    config: ModelConfig, length: int, room: int, remedy: str, reach: int | None = None
+) -> None:
+    """Whether `length` tokens fit a cache of `room` and the model's context.
+
+    reach: the rotary positions that they take, if not as many (condensed and renumbered, say).
+    """
     if length > room:
         raise InputError(f"this takes {length} tokens and max_length is {room}; {remedy}")
-    if length > config.context:
+    if (length if reach is None else reach) > config.context:
         raise InputError(
-            f"{length} tokens are more than the model's context of {config.context}; shorten the "
-            "text"
+            f"{length if reach is None else reach} tokens are more than the model's context of "
+            f"{config.context}; shorten the text"
         )
 
 
 def checked(cache: Cache) -> Cache:
-    """Raises for flags that the pure functions have set."""
-    flags = np.asarray(cache.flags)
+    """Raises for flags that the pure functions have set; TRIMMED is a note and stays."""
+    flags = np.asarray(cache.flags) & ~TRIMMED
     if flags.any():
         at = np.flatnonzero(flags).tolist()
         bits = int(np.bitwise_or.reduce(flags))

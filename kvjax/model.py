@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from kvjax.attention import Query, attend_rows
-from kvjax.cache.cache import Cache, Tokens, attend, merge_all, places, raw_keys
-from kvjax.cache.evidence import Looked
+from kvjax.cache import stat
+from kvjax.cache.cache import Cache, Tokens, attend, merge_all, places, raw_keys, readable
 from kvjax.config import ModelConfig
+from kvjax.evidence import Looked
 from kvjax.layers import angles, mlp, rms_norm, rotate
 from kvjax.params import Params
 from kvjax.shapes import Array, Float, Int
@@ -38,7 +39,15 @@ def look(
 
 
 def observe(params, config, cache, tokens, observer, *, count=None, tables=None, logits="all"):
-    """`look` with an observer (cache/evidence.py) along: its evidence comes with the new tokens."""
+    """`look` with an observer (evidence.py) along: its evidence comes with the new tokens.
+
+    In training (cache=None) the observer's `mix(query, k, v, pos, tables, use, hidden)` stands for
+    attention: ((out, lse), evidence), from keys and values [b n t d], a layer's own tables, and the
+    normed input [b t m].
+    observer=None: that of the recipe's scorer, if it streams (cache/stat.py).
+    """
+    streaming = cache is not None and stat.streams(cache)
+    assert observer is None or not streaming, "a cache that streams has its own observer"
     if logits not in LOGITS:
         raise ValueError(f"{logits=} must be one of {LOGITS}")
     b, t = tokens.shape[:2]
@@ -56,7 +65,7 @@ def observe(params, config, cache, tokens, observer, *, count=None, tables=None,
         evidence.append(seen)
     k, v = (jnp.concatenate(z) if len(new) > 1 else z[0] for z in zip(*new, strict=True))
     return _finish(params, config, x, count, logits), Tokens(
-        k, v, tuple(evidence) if observer else ()
+        k, v, tuple(evidence) if observer or streaming else ()
     )
 
 
@@ -85,17 +94,27 @@ def _run(params, config, cache, group, x, pos, rotary, tables, observer):
     at = None if memory is None else places(cache, memory)
     recipe = None if cache is None else cache.recipe
     tables = jax.tree.map(lambda x: x[start:stop], tables)
+    pool = pages = None
+    if cache is not None and memory is not None and memory.pooled is not None:
+        pool, pages = cache.pool, _pages(cache.pool, memory)
 
     weights, use = _weights(params.blocks, start, stop, indexed=cache is not None)
 
     def layer(x, inputs):
-        w, *mine = inputs
+        w, memory, tables, pages = inputs
+        mine = memory, tables, pages and (pool, *pages)
         return _layer(
             config, kind, functools.partial(use, w), x, pos, turn, at, recipe, mine, observer
         )
 
-    x, (k, v, seen) = jax.lax.scan(layer, x, (weights, memory, tables))
+    x, (k, v, seen) = jax.lax.scan(layer, x, (weights, memory, tables, pages))
     return x, (k, v), seen
+
+
+def _pages(pool, group):
+    """Where the pages of a group's layers are: first and count, each [l b]."""
+    stop = group.pooled + group.stop - group.start
+    return tuple(x[group.pooled : stop] for x in (pool.first, pool.count))
 
 
 def _weights(blocks, start, stop, indexed):
@@ -122,23 +141,32 @@ def _weights(blocks, start, stop, indexed):
 
 
 def _layer(config, kind, use, x, pos, turn, at, recipe, mine, observer):
-    memory, tables = mine
+    memory, tables, pooled = mine
     q, k, v, y = use(functools.partial(_open, config), x)
-    stored = k
+    plain, stored = q, k
     q, k = rotate(q, *turn), rotate(k, *turn)
     if recipe is None or not raw_keys(recipe):
         stored = k
     query = Query(q, pos, config.scale, kind.window)
     k, v_ = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    out = attend_rows(query, k, v_, pos)
-    seen = ()
+    if memory is None and observer is not None:
+        out, seen = observer.mix(query, k, v_, pos, tables, use, y)
+    else:
+        out, seen = attend_rows(query, k, v_, pos), ()
     if memory is not None:
         assert recipe is not None
-        pieces, read = attend(memory, query, at, recipe, kind.rope, tables)
+        pieces, read = attend(memory, query, at, recipe, kind.rope, tables, pooled)
         out = merge_all([out, *pieces])
-        if observer is not None:
-            tail = read(0, memory.tail.capacity)[0]
-            seen = observer(Looked(query, tail, at.pos, k, out[1], y))
+        along = observer or stat.observer(recipe, memory, tables)
+        if along is not None:
+            tail = read(0, memory.tail.capacity)
+            bodies = ()
+            if observer is None:
+                bodies = readable(memory, at, recipe, kind.rope, q.dtype, tables)
+            seen = along(
+                Looked(query, plain, *tail, at.pos, k, out[1], y, kind.rope, tables, use,
+                       bodies, memory.tail.stat, stat.apart(recipe, x.shape[1]))
+            )  # fmt: skip
     return use(functools.partial(_close, config), x, out[0].astype(x.dtype)), (stored, v, seen)
 
 

@@ -54,7 +54,7 @@ def join(
 
 
 def _exact(cache, who):
-    if any(group.bodies for group in a_cache(cache).groups):
+    if not all(group.keeps_all for group in a_cache(cache).groups):
         raise InputError(
             f"{who} is compressed ({cache.recipe.name!r}): its keys cannot be moved exactly; use "
             "exact caches and condense the result"
@@ -102,6 +102,7 @@ def _tokens(cache: Cache, config: ModelConfig, by) -> Tokens:
 def _as_body(cache: Cache, config: ModelConfig, temperature: float, scale: float):
     """The same tokens in a closed body, with room in the tail for as many again."""
     recipe = CacheRecipe("joined", "after", stride=cache.recipe.stride, store=Store())
+    assert recipe.store is not None
     groups = []
     for group in cache.groups:
         if group.window is not None:
@@ -109,7 +110,8 @@ def _as_body(cache: Cache, config: ModelConfig, temperature: float, scale: float
                 "join with reuse, temperature or scale needs layers that see everything"
             )
         depth, capacity = group.stop - group.start, group.tail.capacity
-        body = init.empty_body(config, recipe, depth, cache.batch, capacity, capacity, closed=True)
+        pages = -(-capacity // recipe.store.page)
+        body = init.empty_body(config, recipe, depth, cache.batch, pages, capacity, closed=True)
         pad = ((0, 0),) * 3 + ((0, body.capacity - capacity), (0, 0))
         shape = (depth, cache.batch, config.kv_heads, -1, body.page, config.head_dim)
         codes = tuple(jnp.pad(x, pad).reshape(shape) for x in (group.tail.k, group.tail.v))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -112,11 +113,12 @@ def auto(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
-def local(fn, cache, new, count, tables=None):
+def local(fn, cache, new, count, tables=None, *, agree=False):
     """Runs `fn(cache, new, count, tables)`, which treats rows and kv heads apart, on each shard.
 
     Without a mesh, or inside a caller's own shard_map, it is a call; with a mesh, the loops over
-    rows stay inside a device and no cache leaf is gathered.
+    rows stay inside a device and no cache leaf is gathered. agree: flags that a shard sets for its
+    own heads are set on all.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
@@ -131,6 +133,16 @@ def local(fn, cache, new, count, tables=None):
     heads = specs.groups[0].tail.k[2] if specs.groups else None
     like = P(None, row[0], None, heads)
     new_specs = jax.tree.map(lambda x: like, new)
+    by_head = {"features": P(None, heads)}  # of a state: an axis of kv heads after the layers
+    table_specs = {x: by_head.get(x, P()) for x in tables} if isinstance(tables, dict) else P()
+
+    def run(*args):
+        made = fn(*args)
+        if not agree or heads is None:
+            return made
+        flags = jax.lax.all_gather(made.flags, heads)
+        return made.replace(flags=jnp.bitwise_or.reduce(flags, axis=0))
+
     return jax.shard_map(
-        fn, in_specs=(specs, new_specs, row, P()), out_specs=specs, check_vma=False
+        run, in_specs=(specs, new_specs, row, table_specs), out_specs=specs, check_vma=False
     )(cache, new, count, tables)

@@ -24,21 +24,25 @@ def absorb(
     length,
     recipe: CacheRecipe,
     tables=None,
+    stat=None,
 ):
     """Takes arriving tokens (k, v [l b n a d], arrival [l b n a]; -1 past the last).
 
+    stat [l b n a]: what is remembered of them, if the body remembers; it is not passed on.
+
     Without a scorer they are appended until the body is full; with one the best `budget[b]` of what
     is stored and what arrives stay, and new ones overwrite freed slots in place.
-    Returns (body, leaving): the tokens that the body let go, in the same form.
+    Returns (body, leaving, trimmed): the tokens that the body let go, in the same form; and the
+    rows [b] of which the budget would have kept more, or None if it does not count by itself.
     """
     if body.closed:
-        return body, arriving
+        return body, arriving, None
     if isinstance(body, State):
         assert recipe.fold is not None
-        return state.absorb(body, *arriving, recipe.fold, tables)
+        return *state.absorb(body, *arriving, recipe.fold, tables), None
     if body.pos is None:
-        return _append(body, *arriving, recipe, tables)
-    return _compete(body, *arriving, budget, length, recipe, tables)
+        return *_append(body, *arriving, recipe, tables), None
+    return _compete(body, *arriving, stat, budget, length, recipe, tables)
 
 
 def _append(body, k, v, arrival, recipe, tables):
@@ -58,23 +62,34 @@ def _append(body, k, v, arrival, recipe, tables):
     return body.replace(codes=jax.tree.map(write, body.codes, codes)), (k, v, left)
 
 
-def _compete(body, k, v, arrival, budget, length, recipe, tables):
+def _compete(body, k, v, arrival, stat, budget, length, recipe, tables):
     """Layer by layer, so that only one layer's codes are ever decoded."""
     gone = (jnp.zeros_like(k), jnp.zeros_like(v), jnp.zeros(k.shape[:4], jnp.int32))
+    assert recipe.choice is not None
+    counts = hasattr(budgets.build(recipe.choice.budget), "over")
 
     def layer(i, carry):
-        codes, pos, gone = carry
+        codes, pos, held, gone, over = carry
         here = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False)  # noqa: E731
-        pair = codecs.pair(recipe.store, table := jax.tree.map(lambda x: x[i], tables))
-        new = (here(k), here(v), here(arrival))
-        old = pair.decode(jax.tree.map(here, codes), k.dtype)
-        plan, where = _plan(old, here(pos), *new, budget, length, recipe, table)
-        codes, leaving = _exchange(codes, i, plan, *new[:2], pair)
+        pair = codecs.pair(recipe.store, table := jax.tree.map(lambda x: jnp.asarray(x)[i], tables))
+        new = jax.tree.map(here, (k, v, arrival, stat))
+        old = (*pair.decode(jax.tree.map(here, codes), k.dtype), *jax.tree.map(here, (pos, held)))
+        plan, where, kept = _plan(old, new, budget, length, recipe, table)
+        codes, leaving = _exchange(codes, i, plan, new[0], new[1], pair)
         put = lambda x, y: pinned(jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0))  # noqa: E731
-        return codes, put(pos, where), jax.tree.map(put, gone, (*leaving, plan.left))
+        pos, held = jax.tree.map(put, (pos, held), (where, kept))
+        over = None if over is None else over | plan.over
+        return codes, pos, held, jax.tree.map(put, gone, (*leaving, plan.left)), over
 
-    codes, pos, gone = jax.lax.fori_loop(0, k.shape[0], layer, (body.codes, body.pos, gone))
-    return body.replace(codes=codes, pos=pos), gone
+    carry = (
+        body.codes,
+        body.pos,
+        body.stat,
+        gone,
+        jnp.zeros_like(budget, bool) if counts else None,
+    )
+    codes, pos, held, gone, over = jax.lax.fori_loop(0, k.shape[0], layer, carry)
+    return body.replace(codes=codes, pos=pos, stat=held), gone, over
 
 
 class Plan(NamedTuple):
@@ -84,15 +99,23 @@ class Plan(NamedTuple):
     token: Int[Array, "b n s"]  # which newcomer
     lost: Int[Array, "b n a"]  # the entries that leave: slots, then s + newcomer
     left: Int[Array, "b n a"]  # their arrivals; -1 past the last
+    over: Bool[Array, "b"] | None  # rows of which the budget would have kept more, if it tells
 
 
-def _plan(old, pos, k, v, arrival, budget, length, recipe, tables):
-    """old: keys and values [b n p s ...]; pos [b n p s], k and v [b n a d], arrival [b n a]."""
-    a, slots = k.shape[2], pos.shape[2] * pos.shape[3]
-    old = (rearrange(x, "b n p s d -> b n (p s) d") for x in old)
-    flat = unpack_pos(rearrange(pos, "b n p s -> b n (p s)"))
-    every = [jnp.concatenate(x, axis=2) for x in zip((*old, flat), (k, v, arrival), strict=True)]
-    keep = choose(Seen(*every, length=length), budget, recipe, tables)
+def _plan(old, new, budget, length, recipe, tables):
+    """Who goes where, and then pos and stat [b n p s] of the slots.
+
+    old: keys, values [b n p s d], pos and stat [b n p s]; new: the same, and arrival, [b n a ..].
+    stat may be None in both.
+    """
+    pos, arrival = old[2], new[2]
+    a, slots = arrival.shape[2], pos.shape[2] * pos.shape[3]
+    old = jax.tree.map(lambda x: rearrange(x, "b n p s ... -> b n (p s) ..."), old)
+    flat, held = unpack_pos(old[2]), old[3]
+    old = (*old[:2], flat, held)
+    every = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), old, new)
+    seen = Seen(every[0], every[1], every[2], length, stat=every[3])
+    keep = choose(seen, budget, recipe, tables)
     free, enter = ~keep[..., :slots], keep[..., slots:]
     entrant, _ = ids(enter, a)  # the j-th newcomer that stays, ascending
     rank = jnp.cumsum(free, axis=-1) - 1
@@ -101,7 +124,10 @@ def _plan(old, pos, k, v, arrival, budget, length, recipe, tables):
     where = jnp.where(taken, jnp.take_along_axis(arrival, token, 2), jnp.where(free, -1, flat))
     lost, real = ids(~keep & (every[2] >= 0), a)
     left = jnp.where(real, jnp.take_along_axis(every[2], lost, axis=2), -1)
-    return Plan(taken, token, lost, left), pack_pos(where, pos.dtype).reshape(pos.shape)
+    take = lambda x, y: jnp.where(taken, jnp.take_along_axis(y, token, 2), x)  # noqa: E731
+    held = None if held is None else take(held, new[3]).reshape(pos.shape)
+    plan = Plan(taken, token, lost, left, over(seen, budget, recipe, tables))
+    return plan, pack_pos(where, pos.dtype).reshape(pos.shape), held
 
 
 def _exchange(codes, i, plan, k, v, pair):
@@ -151,8 +177,20 @@ def _as(index, like):
 
 def choose(seen: Seen, budget, recipe: CacheRecipe, tables=None):
     """Mask [b n s] of the entries that stay, `budget[b]` per head (or that many on average)."""
+    rule, *asked = _asked(seen, recipe, tables)
+    return rule(*asked, budget)
+
+
+def over(seen: Seen, budget, recipe: CacheRecipe, tables=None):
+    """[b]: rows of which the budget would have kept more, or None if it does not tell."""
+    rule, *asked = _asked(seen, recipe, tables)
+    return rule.over(*asked, budget) if hasattr(rule, "over") else None
+
+
+def _asked(seen, recipe, tables):
+    """The budget, and what it is asked about: scores, valid, protected, arrivals, [b n s]."""
     choice = recipe.choice
     assert choice is not None
     scores = scorers.build(choice.scorer, (tables or {}).get("scorer"))(seen)
     valid, sinks = seen.pos >= 0, seen.pos < choice.sinks
-    return budgets.build(choice.budget)(scores, valid, sinks & valid, seen.pos, budget)
+    return budgets.build(choice.budget), scores, valid, sinks & valid, seen.pos

@@ -7,13 +7,16 @@ import jax.numpy as jnp
 
 from kvjax import codecs, struct
 from kvjax.attention import Query, attend_blocks, merge
-from kvjax.cache import positions, slots, state
+from kvjax.cache import pool, positions, slots, state
+from kvjax.cache.pool import Pool
+from kvjax.cache.slots import Slots
 from kvjax.cache.state import State
 from kvjax.config import CacheRecipe, Rope
 from kvjax.shapes import Array, Float, Int
 
-OVERFLOW, UNDERFLOW, NAN = 1, 2, 4
-"""Bits of `Cache.flags`: no room was left; truncated below the edge; a NaN was to be remembered."""
+OVERFLOW, UNDERFLOW, NAN, TRIMMED = 1, 2, 4, 8
+"""Bits of `Cache.flags`: no room was left; truncated below the edge; a NaN was to be remembered;
+more entries reached a threshold than there was room for, and the lowest went: a note, no error."""
 
 
 @struct.dataclass
@@ -22,7 +25,8 @@ class Tokens(struct.Record):
 
     k: Float[Array, "l b t n d"]  # after RoPE unless the recipe stores keys before it
     v: Float[Array, "l b t n e"]
-    evidence: tuple[Any, ...] = ()  # what an observer saw, for each layer group, leaves [l b ...]
+    # What an observer saw, for each layer group, leaves [l b ...]; cache/stat.py if it streams.
+    evidence: tuple[Any, ...] = ()
 
 
 @struct.dataclass
@@ -31,6 +35,7 @@ class Tail(struct.Record):
 
     k: Float[Array, "l b n c d"]
     v: Float[Array, "l b n c e"]
+    stat: Float[Array, "l b n c"] | None = None  # float32: cache/stat.py
 
     @property
     def capacity(self) -> int:
@@ -46,6 +51,12 @@ class LayerCache(struct.Record):
     start: int = struct.static(0)
     stop: int = struct.static(0)
     window: int | None = struct.static(None)  # of a sliding-window layer, which has no bodies
+    pooled: int | None = struct.static(None)  # number of its first layer in the pool, if it has one
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the tail holds every token: no body took any."""
+        return not self.bodies and self.pooled is None
 
 
 @struct.dataclass
@@ -60,9 +71,10 @@ class Cache(struct.Record):
         Array, "b"
     ]  # the largest `seen` so far; rings hold nothing older than high - capacity
     budget: Int[Array, "b"]  # entries per kv head that the bodies may keep
-    flags: Int[Array, "b"]  # OVERFLOW, UNDERFLOW, NAN
+    flags: Int[Array, "b"]  # OVERFLOW, UNDERFLOW, NAN, TRIMMED
     recipe: CacheRecipe = struct.static(CacheRecipe())
     max_length: int = struct.static(0)
+    pool: Pool | None = None  # what condense kept, where layers or heads keep unequal numbers
 
     @property
     def batch(self) -> int:
@@ -87,7 +99,7 @@ def raw_keys(recipe: CacheRecipe) -> bool:
 
 def oldest_in_ring(cache: Cache, group: LayerCache) -> Int[Array, "b"]:
     """The lowest arrival index that the tail of `group` answers for."""
-    if group.bodies:
+    if not group.keeps_all:
         return cache.edge
     if group.window is None:
         return jnp.zeros_like(cache.seen)
@@ -106,11 +118,12 @@ def places(cache: Cache, group: LayerCache) -> Places:
 
 
 def attend(
-    layer: LayerCache, query: Query, at: Places, recipe: CacheRecipe, rope: Rope, tables=None
-):
+    layer: LayerCache, query: Query, at: Places, recipe: CacheRecipe, rope: Rope, tables=None,
+    pooled: tuple[Pool, Any, Any] | None = None,
+):  # fmt: skip
     """Attends to one layer's memory: the pieces to merge, and a function that reads the tail.
 
-    layer and tables: leaves without their layer axis.
+    layer and tables: leaves without their layer axis. pooled: (pool, first page, pages) or None.
     """
     tail, turned = layer.tail, raw_keys(recipe)
     dtype = query.q.dtype
@@ -132,7 +145,19 @@ def attend(
         else:
             pieces.append(slots.attend(body, query, at.edge, recipe, rope, tables))
 
+    if pooled is not None:
+        pieces.append(pool.attend(*pooled, query, n, recipe, tables))
     return pieces, read
+
+
+def readable(layer: LayerCache, at: Places, recipe: CacheRecipe, rope: Rope, dtype, tables=None):
+    """What reads each body of a layer again, as `evidence.Stored`; None for a state."""
+    return tuple(
+        slots.stored(body, at.edge, recipe, rope, dtype, tables)
+        if isinstance(body, Slots)
+        else None
+        for body in layer.bodies
+    )
 
 
 def merge_all(pieces):

@@ -1,15 +1,20 @@
-"""Compressing an exact cache after the fact: score, choose, gather, encode; a layer at a time."""
+"""Compressing an exact cache after the fact: score, choose, gather, encode.
+
+Two jitted steps: `chosen` gives the mask of what stays, over all layers at once, since a budget may
+span them; `packed` gathers it into bodies of static size, a layer at a time, or into a pool.
+"""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 
-from kvjax import codecs
-from kvjax.cache import init, positions
-from kvjax.cache.absorb import choose
-from kvjax.cache.cache import Cache, LayerCache, Tail
+from kvjax import budgets, codecs, reducers, scorers
+from kvjax.cache import init, positions, sizes
+from kvjax.cache.cache import TRIMMED, Cache, LayerCache, Tail
+from kvjax.cache.pool import plan
 from kvjax.cache.select import ids
 from kvjax.cache.slots import pack_pos
 from kvjax.cache.write import write_ring
@@ -17,31 +22,116 @@ from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.scorers import Seen
 
 
-@functools.partial(jax.jit, static_argnames=("config", "recipe", "condensed"))
 def compact(
     cache: Cache,
     evidence,
-    counts,
+    lengths,
     config: ModelConfig,
     recipe: CacheRecipe,
-    condensed: init.Sizes,
+    later: int,
     tables=None,
-):
-    """The cache that `recipe` makes of an exact one of the sizes `condensed`.
+) -> Cache:
+    """The cache that `recipe` makes of an exact one, with room for `later` tokens more.
 
-    counts [b]: entries per kv head to keep, window included. evidence: per group, what the scorer's
-    observer saw (leaves [l b ...]), or ().
+    lengths [b], on the host: tokens of each row. evidence: per group, what the scorer's observer
+    saw (leaves [l b ...]), or (). A host function; the steps are jitted.
     """
-    assert recipe.store is not None
-    seen = cache.seen
+    counts, keep = jnp.asarray(sizes.counts(recipe, lengths)), None
+    if recipe.choice is not None and sizes.full_layers(config):
+        wants = jnp.asarray(sizes.wants(config, recipe, lengths))
+        asked = cache, evidence, counts, wants, config, recipe, tables
+        keep = chosen(*asked)
+        if hasattr(budgets.build(recipe.choice.budget), "over"):
+            cache = cache.replace(flags=cache.flags | jnp.where(over(*asked), TRIMMED, 0))
+        if recipe.reducer is not None and not reducers.makes(recipe):
+            cache = moved(cache, keep, evidence, counts, config, recipe, tables)
+    room = sizes.sizes(config, recipe, lengths, later)
+    return packed(cache, keep, counts, config, recipe, room, tables)
+
+
+def _window(cache, counts, recipe):
+    """The newest tokens that stay in the tail, [b]."""
     window = jnp.minimum(recipe.window, counts)
     if recipe.choice is None:  # all are kept: whole groups, as if they had come one by one
         size = codecs.pair(recipe.store).group
-        window = seen - (seen - window) // size * size
+        window = cache.seen - (cache.seen - window) // size * size
+    return window
+
+
+@functools.partial(jax.jit, static_argnames=("config", "recipe"))
+def chosen(cache: Cache, evidence, counts, wants, config, recipe, tables=None):
+    """Per group the mask [l b n s] of the entries that stay in its body, or None (a window)."""
+    args = _competing(cache, evidence, counts, config, recipe, tables)
+    keep = budgets.build(recipe.choice.budget)(*args, wants)
+    stops = np.cumsum([g.stop - g.start for g in cache.groups if g.window is None])[:-1]
+    mine = iter(jnp.split(keep, stops))
+    return tuple(next(mine) if g.window is None else None for g in cache.groups)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "recipe"))
+def over(cache: Cache, evidence, counts, wants, config, recipe, tables=None):
+    """[b]: rows of which the budget would have kept more than there is room for."""
+    args = _competing(cache, evidence, counts, config, recipe, tables)
+    return budgets.build(recipe.choice.budget).over(*args, wants)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "recipe"))
+def moved(cache: Cache, keep, evidence, counts, config, recipe, tables=None) -> Cache:
+    """The exact cache, with the values that a reducer gives to entries that stay in a body."""
+    score, valid, *_ = _competing(cache, evidence, counts, config, recipe, tables)
+    groups, below = [], 0
+    for group, mask in zip(cache.groups, keep, strict=True):
+        if mask is not None:
+            mine = slice(below, below + len(mask))
+            move = lambda x: reducers.build(recipe.reducer).moved(*x, config.scale)  # noqa: E731
+            dropped = valid[mine] & ~mask
+            v = jax.lax.map(move, (group.tail.k, group.tail.v, mask, dropped, score[mine]))
+            group, below = group.replace(tail=group.tail.replace(v=v)), mine.stop
+        groups.append(group)
+    return cache.replace(groups=tuple(groups))
+
+
+def _competing(cache, evidence, counts, config, recipe, tables):
+    """What a budget is asked about, [l b n s] of all layers: scores, valid, protected, arrivals."""
+    edge = cache.seen - _window(cache, counts, recipe)
+    scores, full = [], [g for g in cache.groups if g.window is None]
+    for group, seen_by in zip(cache.groups, evidence or [None] * len(cache.groups), strict=True):
+        if group.window is None:
+            scores.append(_scores(cache, group, seen_by, edge, config, recipe, tables))
+    heads, slots = full[0].tail.k.shape[2:4]
+    pos = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (cache.batch, heads, slots))
+    valid = pos < edge[:, None, None]
+    score = jnp.concatenate(scores)
+    valid, pos = (jnp.broadcast_to(x, score.shape) for x in (valid, pos))
+    return score, valid, valid & (pos < recipe.choice.sinks), pos
+
+
+def _scores(cache, group, evidence, edge, config, recipe, tables):
+    """The scorer's [l b n s] for the layers of a group."""
+    rope = config.kinds[config.pattern[group.start]].rope
+    table = jax.tree.map(lambda x: x[group.start : group.stop], tables)
+    slots = jnp.arange(group.tail.capacity, dtype=jnp.int32)
+
+    def one(x):
+        k, v, mine, table = x
+        wide = lambda y: jnp.broadcast_to(y[:, None], k.shape[:3])  # noqa: E731
+        pos = wide(jnp.where(slots < cache.seen[:, None], slots, -1))
+        seen = Seen(k, v, pos, cache.seen, mine, wide(slots < edge[:, None]), rope=rope,
+                    scale=config.scale)  # fmt: skip
+        return scorers.build(recipe.choice.scorer, (table or {}).get("scorer"))(seen)
+
+    return jax.lax.map(one, (group.tail.k, group.tail.v, evidence, table))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "recipe", "room"))
+def packed(cache: Cache, keep, counts, config, recipe, room: sizes.Sizes, tables=None) -> Cache:
+    """The condensed cache: `keep` per group from `chosen`, or None for all tokens."""
+    seen = cache.seen
+    window = _window(cache, counts, recipe)
     edge, budget = seen - window, counts - window
     turned = recipe.store.positions == "rerot"
     groups = []
-    for group, seen_by in zip(cache.groups, evidence or [None] * len(cache.groups), strict=True):
+    for group, mask in zip(cache.groups, keep or [None] * len(cache.groups), strict=True):
         rope = config.kinds[config.pattern[group.start]].rope
         if group.window is not None:  # its ring is small already; it follows the clock
             k = group.tail.k
@@ -50,90 +140,124 @@ def compact(
             continue
         table = jax.tree.map(lambda x, g=group: x[g.start : g.stop], tables)
         shape = jax.eval_shape(
-            lambda g=group: init.layers(config, recipe, cache.batch, cache.max_length, condensed,
-                                         g.start, g.stop, config.kinds[config.pattern[g.start]])
+            lambda g=group: init.layers(config, recipe, cache.batch, cache.max_length, room,
+                                        g.start, g.stop, config.kinds[config.pattern[g.start]])
         )  # fmt: skip
-        groups.append(_layers(group, seen_by, table, shape, seen, edge, budget, recipe, rope))
+        groups.append(_layers(group, mask, table, shape, seen, edge, budget, recipe, rope))
+    pool = _pool(cache, keep, config, recipe, room, budget)
     clock = cache.clock - (seen - counts) if turned else cache.clock
-    return cache.replace(groups=tuple(groups), clock=clock, edge=edge, budget=budget, recipe=recipe)
+    return cache.replace(
+        groups=tuple(groups), clock=clock, edge=edge, budget=budget, recipe=recipe, pool=pool
+    )
 
 
-def _layers(group, evidence, tables, shape, seen, edge, budget, recipe, rope) -> LayerCache:
+def _layers(group, keep, tables, shape, seen, edge, budget, recipe, rope) -> LayerCache:
     rope = rope if recipe.store.positions == "rerot" else None
     slots = group.tail.capacity
 
     def one(x):
-        k, v, mine, table = x
+        k, v, keep, table = x
         pair = codecs.pair(recipe.store, table)
         pos = jnp.arange(slots, dtype=jnp.int32)
-        pos = jnp.where(pos < edge[:, None], pos, -1)  # [b s]: the window does not compete
+        pos = jnp.where(pos < edge[:, None], pos, -1)  # [b s]: the window is not in the body
         pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
-        if recipe.choice is None:
-            keep = pos >= 0
-        else:
-            keep = choose(Seen(k, v, pos, seen, mine), budget, recipe, table)
+        keep = pos >= 0 if keep is None else keep
         return gather(keep, shape.bodies[0], k, v, pos, pair, rope and (rope, budget))
 
-    codes, pos, owner = jax.lax.map(one, (group.tail.k, group.tail.v, evidence, tables))
-    body = shape.bodies[0]
-    base = jnp.zeros(body.base.shape, jnp.int32)
-    made = body.replace(
-        codes=codes, base=base, pos=None if body.pos is None else pos,
-        owner=None if body.owner is None else owner,
-    )  # fmt: skip
-    later = tuple(_empty_at(b, edge) for b in shape.bodies[1:])
+    later, made = shape.bodies, ()
+    if shape.pooled is None:
+        codes, pos = jax.lax.map(one, (group.tail.k, group.tail.v, keep, tables))
+        body, *later = later
+        made = (
+            body.replace(
+                codes=codes,
+                base=jnp.zeros(body.base.shape, jnp.int32),
+                pos=None if body.pos is None else pos,
+            ),
+        )
+    if reducers.makes(recipe):
+        body, *later = later
+        made += (_reduced(group, keep, tables, body, edge, recipe),)
+    later = tuple(_empty_at(b, edge) for b in later)
     tail = _tail(group.tail, shape.tail, seen, edge, budget, rope)
-    return LayerCache(tail, (made, *later), group.start, group.stop)
+    return LayerCache(tail, (*made, *later), group.start, group.stop, None, shape.pooled)
+
+
+def _reduced(group, keep, tables, body, edge, recipe):
+    """What the reducer makes of the entries that a group drops, in the shape of `body`."""
+    pos = jnp.arange(group.tail.capacity, dtype=jnp.int32)
+    pos = jnp.where(pos < edge[:, None], pos, -1)
+
+    def one(x):
+        k, v, keep, table = x
+        at = jnp.broadcast_to(pos[:, None], k.shape[:3])
+        reduce = reducers.build(recipe.reducer, (table or {}).get("reducer"))
+        return reduce(k, v, at, (at >= 0) & ~keep)
+
+    made = jax.lax.map(one, (group.tail.k, group.tail.v, keep, tables))
+    k, v, at, bias = (rearrange(x, "l b n x ... -> l b n 1 x ...") for x in made)
+    base = jnp.zeros(body.base.shape, jnp.int32)
+    return body.replace(codes=(k, v), base=base, pos=pack_pos(at, body.pos.dtype), bias=bias)
 
 
 def gather(keep, body, k, v, pos, pair, turned):
     """The kept entries of one layer (mask [b n s]) in the shape of `body`, ascending, encoded.
 
-    turned: None, or (rope, stop [b]): keys are rotated to the positions just below stop. Only
-    distances matter: a head of a pool that keeps more than stop entries begins below 0.
+    turned: None, or (rope, stop [b]): keys are rotated to the positions just below stop.
     """
-    b, n, _ = keep.shape
-    if body.owner is None:
-        pages = jax.tree.leaves(body.codes)[0].shape[3]
-        at, real = ids(keep, pages * body.page)
-        owner = jnp.zeros((b, n, pages), jnp.int32)
-        at, real = (rearrange(x, "b n (p s) -> b n p s", s=body.page) for x in (at, real))
-        head = jnp.broadcast_to(jnp.arange(n)[:, None, None], at.shape)
-    else:
-        at, real, owner, head = pool_pages(keep, body)
-    row = jnp.arange(b)[:, None, None, None]
-    arrival = jnp.where(real, pos[row, head, at], -1)
-    k, v = k[row, head, at], v[row, head, at]  # [b r p s d]
+    pages = jax.tree.leaves(body.codes)[0].shape[3]
+    at, real = ids(keep, pages * body.page)
+    take = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - 3)), 2)  # noqa: E731
+    arrival = jnp.where(real, take(pos), -1)
+    k, v = take(k), take(v)
     if turned is not None:
         rope, stop = turned
-        place = stop[:, None, None] + jnp.cumsum(keep, axis=-1) - 1 - keep.sum(-1, keepdims=True)
-        k = positions.move(k, place[row, head, at] - jnp.maximum(arrival, 0), rope)
+        k = positions.move(k, take(_places(keep, stop)) - jnp.maximum(arrival, 0), rope)
+    k, v, real, arrival = (
+        rearrange(x, "b n (p s) ... -> b n p s ...", s=body.page) for x in (k, v, real, arrival)
+    )
     blank = real[..., None]
     codes = pair.encode(jnp.where(blank, k, 0), jnp.where(blank, v, 0), real)
-    kind = jnp.int32 if body.pos is None else body.pos.dtype
-    own = owner if body.owner is None else owner.astype(body.owner.dtype)
-    return codes, pack_pos(arrival, kind), own
+    return codes, pack_pos(arrival, jnp.int32 if body.pos is None else body.pos.dtype)
 
 
-def pool_pages(keep, body):
-    """Deals pages to heads by need: slot ids, which are real, owner of a page, head of a slot."""
-    b, n, slots = keep.shape
-    pages, page = body.owner.shape[3], body.page
-    count = keep.sum(axis=-1)  # [b n]
-    need = -(-count // page)
-    stop = jnp.cumsum(need, axis=-1)
-    index = jnp.arange(pages)
-    owner = (index[None, :, None] >= stop[:, None, :]).sum(-1)  # [b p]; n where free
-    mine = jnp.minimum(owner, n - 1)
-    first = jnp.take_along_axis(stop - need, mine, axis=1)
-    rank = ((index - first) * page)[..., None] + jnp.arange(page)  # [b p s]
-    order, _ = ids(keep, slots)
-    row, head = jnp.arange(b)[:, None, None], mine[..., None]
-    at = order[row, head, jnp.clip(rank, 0, slots - 1)]
-    real = (rank < count[row[..., 0], mine][..., None]) & (owner < n)[..., None]
-    owner = jnp.where(owner < n, owner, -1)
-    head = jnp.broadcast_to(mine[..., None], at.shape)
-    return at[:, None], real[:, None], owner[:, None], head[:, None]
+def _places(keep, stop):
+    """New positions [.. n s] of the kept entries: those just below stop [b]. Only distances
+    matter: a head that keeps more than stop entries begins below 0."""
+    return stop[:, None, None] + jnp.cumsum(keep, axis=-1) - 1 - keep.sum(-1, keepdims=True)
+
+
+def _pool(cache, keep, config, recipe, room, budget):
+    """The kept entries of all layers in one pool, or None if the recipe has none."""
+    shape = jax.eval_shape(
+        lambda: init.empty_pool(config, recipe, cache.batch, cache.max_length, room)
+    )
+    if shape is None:
+        return None
+    full = [(g, mask) for g, mask in zip(cache.groups, keep, strict=True) if mask is not None]
+    head, layer, at, real, first, count = plan(jnp.concatenate([m for _, m in full]), shape)
+    row, below, k, v = jnp.arange(cache.batch)[:, None, None], 0, 0.0, 0.0
+    arrival = jnp.where(real, at, -1)
+    for group, mask in full:
+        depth = group.stop - group.start
+        mine = (layer >= below) & (layer < below + depth)
+        where = jnp.clip(layer - below, 0, depth - 1)[..., None], row, head[..., None]
+        gk, gv = (x[*where, at] for x in (group.tail.k, group.tail.v))  # [b p s d]
+        if recipe.store.positions == "rerot":
+            rope = config.kinds[config.pattern[group.start]].rope
+            place = jax.vmap(_places, (0, None))(mask, budget)[*where, at]
+            gk = positions.move(gk, place - jnp.maximum(arrival, 0), rope)
+        k, v = (jnp.where(mine[..., None, None], x, y) for x, y in ((gk, k), (gv, v)))
+        below += depth
+    blank = real[..., None]
+    wide = lambda x: x[None, :, None]  # noqa: E731
+    k, v = (wide(jnp.where(blank, x, 0)) for x in (k, v))
+    codes = codecs.pair(recipe.store).encode(k, v, wide(real))
+    owner = jnp.where(real.any(axis=-1), head, -1)
+    return shape.replace(
+        codes=codes, pos=pack_pos(wide(arrival), shape.pos.dtype), first=first, count=count,
+        owner=wide(owner).astype(shape.owner.dtype),
+    )  # fmt: skip
 
 
 def _empty_at(body, edge):

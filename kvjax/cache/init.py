@@ -2,35 +2,19 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from kvjax import budgets, codecs, scorers
-from kvjax.cache import state
+from kvjax import budgets, codecs, reducers, scorers
+from kvjax.cache import pool, state
 from kvjax.cache.cache import Cache, LayerCache, Tail
 from kvjax.cache.recipes import resolve
+from kvjax.cache.sizes import Sizes, full_layers, kept, round_up, sizes
 from kvjax.cache.slots import Slots, pos_dtype
-from kvjax.config import CacheRecipe, ModelConfig
+from kvjax.config import CacheRecipe, ModelConfig, Store
 from kvjax.errors import InputError
-
-
-def round_up(x: int, to: int) -> int:
-    return -(-x // to) * to
-
-
-def bucket(length: int) -> int:
-    """The length rounded up to a sixteenth of its power of two: few shapes for many lengths."""
-    return round_up(length, max(1 << max((length - 1).bit_length() - 4, 0), 1))
-
-
-def kept(recipe: CacheRecipe, length: int) -> int:
-    """Entries per kv head that the recipe keeps of `length` tokens, window included."""
-    if recipe.choice is not None and recipe.choice.slots is not None:
-        return min(recipe.choice.slots, length)
-    exact = recipe.choice is None or recipe.choice.count == "exact"
-    return round(recipe.keep * length) if exact else int(recipe.keep * length)
+from kvjax.shapes import EMPTY
 
 
 def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
@@ -61,6 +45,13 @@ def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
         )
     if recipe.fold is not None and recipe.store.positions == "read":
         raise InputError(f"{recipe.name}: a state holds keys after RoPE: use positions='keep'")
+    if recipe.reducer is not None and (
+        recipe.choice is None or recipe.when != "after" or recipe.store.positions != "keep"
+    ):
+        raise InputError(
+            f"{recipe.name}: reducer makes tokens of what condense drops, where it was: it needs a "
+            "scorer, when='after' and positions='keep'"
+        )
     if recipe.choice is None:
         return
     budget = budgets.build(recipe.choice.budget)
@@ -71,10 +62,22 @@ def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
                 f"{name}: the codec shares scales over {pair.group} tokens; a scorer that streams "
                 "needs a codec with group 1"
             )
-        if scorers.observes(recipe.choice.scorer):
+        if scorers.streams(recipe):
+            scorers.build(recipe.choice.scorer).streams()  # refuses what cannot be added up
+        elif scorers.reads(recipe.choice):
             raise InputError(f"{name} scores by attention evidence, once: use when='after'")
-        if budget.pooled:
-            raise InputError(f"{name}: pools of pages are made by condensing: use when='after'")
+        if getattr(scorers.build(recipe.choice.scorer), "late", False) and not recipe.window:
+            raise InputError(f"{name}: a token's score comes with the next: window must be from 1")
+        if recipe.store.positions == "read" and hasattr(budget, "over"):
+            raise InputError(
+                f"{name}: positions='read' counts what every head holds, and with budget "
+                f"{recipe.choice.budget.name!r} heads differ: use positions='keep'"
+            )
+        if not budget.streams:
+            raise InputError(
+                f"{name}: its budget {recipe.choice.budget.name!r} is dealt by condensing: use "
+                "when='after'"
+            )
     body = kept(recipe, max_length) - recipe.window
     if recipe.when == "during" and body < max(recipe.choice.sinks, 1):
         raise InputError(
@@ -113,16 +116,25 @@ def init_cache(
         raise InputError(f"batch must be at least 1, got {batch}")
     after = recipe.when == "after" and recipe.store is not None
     length = min(max_length, length or max_length)
-    sizes = Sizes(bucket(length), bucket(max(max_length - length, 1)))
-    groups = tuple(
-        layers(config, recipe, batch, max_length, sizes if after else None, *run)
-        for run in config.runs()
-    )
+    made = sizes(config, recipe, [length], max_length - length) if after else None
+    groups = tuple(layers(config, recipe, batch, max_length, made, *run) for run in config.runs())
     zero = lambda: jnp.zeros((batch,), jnp.int32)  # noqa: E731
     budget = jnp.full(
         (batch,), max(kept(recipe, length if after else max_length) - recipe.window, 0), jnp.int32
     )
-    return Cache(groups, zero(), zero(), zero(), zero(), budget, zero(), recipe, max_length)
+    return Cache(
+        groups, zero(), zero(), zero(), zero(), budget, zero(), recipe, max_length,
+        made and empty_pool(config, recipe, batch, max_length, made),
+    )  # fmt: skip
+
+
+def empty_pool(config, recipe, batch, max_length, made: Sizes) -> pool.Pool | None:
+    """The pool of a condensed cache, if its budget wants one."""
+    if not made.most:
+        return None
+    layers, dtype = len(full_layers(config)), jnp.dtype(config.dtype)
+    return pool.empty(recipe, made.pages, made.most, layers, batch, config.head_dim, dtype,
+                      pos_dtype(max_length))  # fmt: skip
 
 
 def abstract_cache(
@@ -135,14 +147,6 @@ def abstract_cache(
 ) -> Cache:
     """The tree of ShapeDtypeStruct that `init_cache` would fill: for compiling ahead of time."""
     return jax.eval_shape(lambda: init_cache(config, recipe, batch, max_length, length=length))
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a condensed cache is built for: the longest prompt, and the tokens that may follow."""
-
-    prompt: int
-    later: int
 
 
 def layers(
@@ -161,18 +165,23 @@ def layers(
         return LayerCache(tail(min(capacity, max_length)), (), start, stop, kind.window)
     if recipe.store is None:
         return LayerCache(tail(max_length), (), start, stop)
-    depth = stop - start
+    depth, pooled = stop - start, None
     if condensed is None:
         keeps = max_length if recipe.choice is None else kept(recipe, max_length) - recipe.window
         capacity = min(round_up(keeps, recipe.store.page), round_up(max_length, recipe.store.page))
-        bodies = (empty_body(config, recipe, depth, batch, capacity, max_length),)
+        pages = capacity // recipe.store.page
+        bodies = (empty_body(config, recipe, depth, batch, pages, max_length),)
         if recipe.fold is not None:
             n, d = config.kv_heads, config.head_dim
             bodies += (state.empty(recipe.fold, depth, batch, n, d, config.scale),)
     else:
-        slots = max(kept(recipe, condensed.prompt) - recipe.window, 1)
-        bodies = after_bodies(config, recipe, depth, batch, slots, condensed, max_length)
-    return LayerCache(tail(after_tail(recipe, condensed)), bodies, start, stop)
+        bodies = after_bodies(config, recipe, depth, batch, condensed, max_length)
+        if condensed.most:
+            pooled = full_layers(config).index(start)
+    made = tail(after_tail(recipe, condensed))
+    if scorers.streams(recipe):
+        made = made.replace(stat=jnp.zeros(made.k.shape[:4], jnp.float32))
+    return LayerCache(made, bodies, start, stop, None, pooled)
 
 
 def after_tail(recipe, condensed: Sizes | None) -> int:
@@ -183,35 +192,44 @@ def after_tail(recipe, condensed: Sizes | None) -> int:
     return max(capacity, round_up(recipe.window + condensed.later + recipe.lookahead, 8))
 
 
-def after_bodies(config, recipe, depth, batch, slots, condensed, max_length):
-    """The condensed body, closed, and for coded recipes a second one for the tokens to come."""
+def after_bodies(config, recipe, depth, batch, condensed, max_length):
+    """The condensed body, closed, unless a pool holds it, and for coded recipes a second one for
+    the tokens to come."""
+    page = recipe.store.page
     if recipe.choice is None:  # every token is kept in order: later ones follow in the same body
-        room = round_up(max_length, recipe.store.page)
-        return (empty_body(config, recipe, depth, batch, room, max_length),)
-    pool = budgets.build(recipe.choice.budget).pooled
-    body = empty_body(config, recipe, depth, batch, slots, max_length, pool=pool, closed=True)
+        return (empty_body(config, recipe, depth, batch, -(-max_length // page), max_length),)
+    made = ()
+    if not condensed.most:
+        made = (empty_body(config, recipe, depth, batch, condensed.pages, max_length, closed=True),)
+    if reducers.makes(recipe):
+        made += (reduced_body(config, recipe, depth, batch, max_length),)
     if codecs.pair(recipe.store).raw:
-        return (body,)
-    room = round_up(condensed.later + recipe.window, recipe.store.page)
+        return made
+    room = -(-(condensed.later + recipe.window) // page)
     plain = dataclasses.replace(recipe, choice=None)
-    return (body, empty_body(config, plain, depth, batch, room, max_length))
+    return (*made, empty_body(config, plain, depth, batch, room, max_length))
 
 
-def empty_body(
-    config, recipe, depth, batch, slots, max_length, *, pool=False, closed=False
-) -> Slots:
-    """A body of at least `slots` slots per kv head, in whole pages; one pool of that mean size."""
+def reduced_body(config, recipe, depth, batch, max_length) -> Slots:
+    """A closed body for what a reducer makes: one page, raw whatever the codec, with biases."""
+    store = Store(page=reducers.build(recipe.reducer).size)
+    plain = dataclasses.replace(recipe, store=store)
+    body = empty_body(config, plain, depth, batch, 1, max_length, closed=True)
+    bias = jnp.full(body.codes[0].shape[:-1], EMPTY, jnp.float32)
+    return body.replace(bias=bias, plain=True)
+
+
+def empty_body(config, recipe, depth, batch, pages, max_length, *, closed=False) -> Slots:
+    """A body of `pages` pages of each kv head."""
     page, n, d = recipe.store.page, config.kv_heads, config.head_dim
-    rows, pages = (1, -(-slots * n // page) + n) if pool else (n, -(-slots // page))
     pair, dtype = codecs.pair(recipe.store), jnp.dtype(config.dtype)
-    lead = (depth, batch, rows, pages)
+    lead = (depth, batch, n, pages)
     x = jnp.zeros((*lead, page, d), dtype)
     codes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(pair.encode, x, x))
-    pos = owner = None
+    pos = None
     if recipe.choice is not None:
         kind = pos_dtype(max_length)
         pos = jnp.full((*lead, page), 65535 if kind == jnp.uint16 else -1, kind)
-    if pool:
-        owner = jnp.full(lead, -1, jnp.int8 if n < 128 else jnp.int32)
     base = jnp.zeros((depth, batch), jnp.int32)
-    return Slots(codes, base, pos, owner, page=page, heads=n if pool else 1, closed=closed)
+    stat = jnp.zeros((*lead, page), jnp.float32) if scorers.streams(recipe) else None
+    return Slots(codes, base, pos, stat=stat, page=page, closed=closed)

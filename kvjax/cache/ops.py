@@ -1,14 +1,14 @@
-"""What changes a cache: append, absorb_long, compress, truncate, and rows of a batch."""
+"""What changes a cache as tokens come and go: append, absorb_long, compress, truncate."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
-from kvjax import codecs, sharding
+from kvjax import budgets, codecs, sharding
 from kvjax.cache import cache as c
+from kvjax.cache import stat
 from kvjax.cache.absorb import absorb
 from kvjax.cache.cache import Cache, LayerCache, Tokens
 from kvjax.cache.state import State
@@ -28,6 +28,9 @@ def append(cache: Cache, new: Tokens, count: Int[Array, "b"] | None = None) -> C
     Writes the tail and nothing else. A row whose tail has no room for its count is left as it was
     and flagged OVERFLOW; a row with a NaN among its keys or values is flagged NAN. More new tokens
     than a sliding-window tail can take without losing its window are an error at trace time.
+
+    Where a scorer streams, slots gain what the new queries gave them: the first count[b] of them if
+    the look kept them apart (up to 1 + lookahead tokens), else all that were looked at.
     """
     t = new.k.shape[2]
     for group in cache.groups:
@@ -48,15 +51,16 @@ def _ready(cache, new, count):
     full = jnp.full((cache.batch,), new.k.shape[2], jnp.int32)
     count = full if count is None else jnp.clip(jnp.asarray(count, jnp.int32), 0, full)
     cache = cache.replace(flags=cache.flags | _nan(new, count))
-    return cache, new.replace(evidence=()), count
+    return cache, new if stat.streams(cache) else new.replace(evidence=()), count
 
 
 def _append(cache: Cache, new: Tokens, count, tables):
     count, flags = _admit(cache, new, count, [g for g in cache.groups if _bounded(cache, g)])
-    groups = tuple(
-        group.replace(tail=_write_tail(group, new, cache.seen, count)) for group in cache.groups
-    )
-    return _advance(cache, count).replace(groups=groups, flags=flags)
+    groups = []
+    for i, group in enumerate(cache.groups):
+        group, own = stat.add(group, new, i, count, cache.recipe)
+        groups.append(group.replace(tail=_write_tail(group, new, own, cache.seen, count)))
+    return _advance(cache, count).replace(groups=tuple(groups), flags=flags)
 
 
 def _bounded(cache, group) -> bool:
@@ -90,12 +94,14 @@ def _of_group(group: LayerCache, x):
     return jnp.swapaxes(x[group.start : group.stop], 2, 3)
 
 
-def _write_tail(group: LayerCache, new: Tokens, seen, count):
+def _write_tail(group: LayerCache, new: Tokens, own, seen, count):
+    """own: `stat` of the new tokens [l b n t], or None."""
     k, v = (_of_group(group, x) for x in (new.k, new.v))
-    tail = group.tail
+    tail, held = group.tail, group.tail.stat
+    if held is not None:
+        held = write_ring(held[..., None], own[..., None], seen, count)[..., 0]
     return tail.replace(
-        k=write_ring(tail.k, k, seen, count),
-        v=write_ring(tail.v, v, seen, count),
+        k=write_ring(tail.k, k, seen, count), v=write_ring(tail.v, v, seen, count), stat=held
     )
 
 
@@ -105,7 +111,7 @@ def absorb_long(
     """Remembers the first count[b] new tokens, however many, and settles what is older than the
     window into the bodies. A row whose tail should keep all and has no room is left as it was and
     flagged OVERFLOW."""
-    return sharding.local(_settle, *_ready(cache, new, count), tables)
+    return sharding.local(_settle, *_ready(cache, new, count), tables, agree=_trims(cache))
 
 
 def compress(cache: Cache, *, tables: Any = None) -> Cache:
@@ -116,7 +122,14 @@ def compress(cache: Cache, *, tables: Any = None) -> Cache:
     """
     if not any(map(c.takes_more, cache.groups)):
         return cache
-    return sharding.local(_settle, cache, None, jnp.zeros_like(cache.seen), tables)
+    count = jnp.zeros_like(cache.seen)
+    return sharding.local(_settle, cache, None, count, tables, agree=_trims(cache))
+
+
+def _trims(cache) -> bool:
+    """Whether a head can lack room for what its budget would keep: flags then depend on heads."""
+    choice = cache.recipe.choice
+    return choice is not None and hasattr(budgets.build(choice.budget), "over")
 
 
 def _settle(cache: Cache, new: Tokens | None, count, tables):
@@ -129,18 +142,18 @@ def _settle(cache: Cache, new: Tokens | None, count, tables):
     total = cache.seen + count
     moved = jnp.maximum((total - cache.edge - window) // size, 0) * size
     groups = []
-    for group in cache.groups:
+    for i, group in enumerate(cache.groups):
+        group, own = stat.add(group, new, i, count, cache.recipe)
         tail, bodies = group.tail, group.bodies
         if c.takes_more(group):
             most = (t + tail.capacity - window) // size * size
-            arriving = _oldest(cache, group, new, most)
+            *arriving, held = _oldest(cache, group, new, own, most)
             table = jax.tree.map(lambda x, g=group: x[g.start : g.stop], tables)
-            bodies, lost = _chain(
-                bodies, _masked(*arriving, cache.edge, moved), cache, total, table
-            )
+            arriving = _masked(*arriving, cache.edge, moved)
+            bodies, lost = _chain(bodies, arriving, held, cache, total, table)
             flags = flags | lost
         if new is not None:
-            tail = _write_tail(group, new, cache.seen, count)
+            tail = _write_tail(group, new, own, cache.seen, count)
         groups.append(group.replace(tail=tail, bodies=bodies))
     if any(map(c.takes_more, cache.groups)):
         cache = _moved(cache, moved)
@@ -157,19 +170,24 @@ def _moved(cache, moved):
     return cache.replace(edge=edge, clock=clock)
 
 
-def _oldest(cache, group, new, most):
-    """Keys and values [l b n most d] of arrivals edge + j, from the tail or the new tokens."""
+def _oldest(cache, group, new, own, most):
+    """Keys and values [l b n most d] and stat [l b n most] or None of arrivals edge + j, from the
+    tail or the new tokens."""
     at = cache.edge[:, None] + jnp.arange(most, dtype=jnp.int32)  # [b most]
-    out = []
-    for ring, name in ((group.tail.k, "k"), (group.tail.v, "v")):
+
+    def read(ring, fresh):
         x = read_ring(ring, cache.edge, most)
-        if new is not None:
-            fresh = _of_group(group, getattr(new, name))
+        if fresh is not None:
             j = jnp.clip(at - cache.seen[:, None], 0, fresh.shape[3] - 1)[None, :, None, :, None]
             late = (at >= cache.seen[:, None])[None, :, None, :, None]
             x = jnp.where(late, jnp.take_along_axis(fresh, j, axis=3).astype(x.dtype), x)
-        out.append(x)
-    return out
+        return x
+
+    k, v = (None, None) if new is None else (_of_group(group, x) for x in (new.k, new.v))
+    held, wide = group.tail.stat, lambda x: None if x is None else x[..., None]
+    if held is not None:
+        held = read(wide(held), wide(own))[..., 0]
+    return read(group.tail.k, k), read(group.tail.v, v), held
 
 
 def _masked(k, v, start, count):
@@ -179,17 +197,20 @@ def _masked(k, v, start, count):
     return k, v, jnp.broadcast_to(arrival[None, :, None], k.shape[:4])
 
 
-def _chain(bodies, arriving, cache, length, tables):
+def _chain(bodies, arriving, held, cache, length, tables):
     """What leaves one body arrives at the next; what leaves the last is forgotten, and flagged
-    where nothing should have been."""
-    out = []
+    where nothing should have been, or where a budget would have kept it."""
+    out, flags = [], 0
     for body in bodies:
-        body, arriving = absorb(body, arriving, cache.budget, length, cache.recipe, tables)
+        body, arriving, over = absorb(
+            body, arriving, cache.budget, length, cache.recipe, tables, held
+        )
+        flags |= 0 if over is None else jnp.where(over, c.TRIMMED, 0)
         out.append(body)
     keeps_all = all(body.closed or getattr(body, "pos", None) is None for body in bodies)
     keeps_all &= not any(isinstance(body, State) for body in bodies)
     lost = (arriving[2] >= 0).any(axis=(0, 2, 3))
-    return tuple(out), jnp.where(lost, c.OVERFLOW, 0) if keeps_all else 0
+    return tuple(out), jnp.where(lost, c.OVERFLOW, 0) if keeps_all else flags
 
 
 def truncate(cache: Cache, length: Int[Array, "b"] | int) -> Cache:
@@ -208,7 +229,7 @@ def truncate(cache: Cache, length: Int[Array, "b"] | int) -> Cache:
         if group.window is not None:
             lost = jnp.maximum(cache.high - group.tail.capacity, 0)
             ok &= (lost == 0) | (length - (group.window - 1) >= lost)
-        elif group.bodies:
+        elif not group.keeps_all:
             ok &= (length >= cache.edge) | _cuts(cache, group)
     length = jnp.where(ok, length, cache.seen)
     flags = cache.flags | jnp.where(ok, 0, c.UNDERFLOW)
@@ -220,77 +241,6 @@ def _cuts(cache, group):
     """Whether the bodies of a group can be cut anywhere: all tokens kept, in order, group 1."""
     whole = cache.recipe.choice is None and cache.recipe.when == "during"
     return whole and group_of(cache) == 1 and all(b.pos is None for b in group.bodies)
-
-
-def _in_batch(cache, rows) -> None:
-    """Refuses rows that are not there, where their numbers are known."""
-    if not isinstance(rows, Tracer):
-        rows = jnp.asarray(rows)
-        if not jnp.issubdtype(rows.dtype, jnp.integer) or bool(
-            ((rows < 0) | (rows >= cache.batch)).any()
-        ):
-            raise InputError(f"rows {rows.tolist()} are not among the {cache.batch} of the cache")
-
-
-def select(cache: Cache, rows: Int[Array, "r"]) -> Cache:
-    """The conversations `rows` of a batch, as a batch of their own."""
-    rows = jnp.asarray(rows)
-    _in_batch(cache, rows)
-    take = lambda x: jnp.take(x, rows, axis=1 if x.ndim > 1 else 0)  # noqa: E731
-    return jax.tree.map(take, cache)
-
-
-def insert(cache: Cache, row: int | Int[Array, ""], other: Cache) -> Cache:
-    """Puts the one conversation of `other` in a row of a batch; both of one recipe and size."""
-    _in_batch(cache, row)
-    if other.batch != 1:
-        raise InputError(f"insert takes a cache of one row, got {other.batch}; use select first")
-    if jax.tree.structure(cache) != jax.tree.structure(other):
-        raise InputError(
-            f"insert needs equal recipes and capacities: this cache is {cache.recipe.name!r} of "
-            f"{cache.max_length}, the other {other.recipe.name!r} of {other.max_length}"
-        )
-
-    def put(x, y):
-        axis = 1 if x.ndim > 1 else 0
-        if x.shape[:axis] + x.shape[axis + 1 :] != y.shape[:axis] + y.shape[axis + 1 :]:
-            raise InputError(f"insert needs equal leaves, got {x.shape} and {y.shape}")
-        return jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), row, axis)
-
-    return jax.tree.map(put, cache, other)
-
-
-def reset(cache: Cache, row: int | Int[Array, ""]) -> Cache:
-    """Forgets a row: it is ready for a new conversation, with its budget as before.
-
-    Outside jit a copy: no buffer is shared with the cache given.
-    """
-    _in_batch(cache, row)
-    here = jnp.arange(cache.batch) == row
-    zero = lambda x: jnp.where(here, 0, x)  # noqa: E731
-    groups = tuple(
-        group.replace(bodies=tuple(_emptied(body, here) for body in group.bodies))
-        for group in cache.groups
-    )
-    made = cache.replace(
-        groups=groups, seen=zero(cache.seen), clock=zero(cache.clock), edge=zero(cache.edge),
-        high=zero(cache.high), flags=zero(cache.flags),
-    )  # fmt: skip
-    return made if isinstance(cache.flags, Tracer) else jax.tree.map(jnp.copy, made)
-
-
-def _emptied(body, here):
-    if isinstance(body, State):
-        zero = lambda x: jnp.where(here.reshape(1, -1, *(1,) * (x.ndim - 2)), 0.0, x)  # noqa: E731
-        return body.replace(sums=zero(body.sums), mass=zero(body.mass))
-    if body.pos is None:
-        return body.replace(base=jnp.where(here, 0, body.base))
-    empty = jnp.asarray(65535 if body.pos.dtype == jnp.uint16 else -1, body.pos.dtype)
-    pos = jnp.where(here[:, None, None, None], empty, body.pos)
-    owner = body.owner
-    if owner is not None:
-        owner = jnp.where(here[:, None, None], jnp.asarray(-1, owner.dtype), owner)
-    return body.replace(pos=pos, owner=owner)
 
 
 def split_floats(cache: Cache) -> tuple[list[Any], Callable[[list[Any]], Cache]]:

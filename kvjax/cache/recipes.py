@@ -2,30 +2,15 @@
 
 import dataclasses
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from kvjax import budgets, codecs, scorers
+from kvjax import budgets, codecs, reducers, scorers
 from kvjax.cache import state
+from kvjax.cache.named import NAMED, REST, Entry
 from kvjax.cache.positions import POLICIES
 from kvjax.config import CacheRecipe, Choice, Spec, Store
 from kvjax.errors import InputError, unknown
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A recipe with its defaults, what it keeps in a phrase, and where it comes from."""
-
-    recipe: CacheRecipe
-    keeps: str
-    source: str
-
-
-REST = -1
-"""A window of REST takes every entry that the sinks leave: `resolve` makes it a number."""
-
-SNAP = Spec("window_attention")
-POOL_SNAP = Spec("window_attention", (("kernel", 7), ("pool", "max")))
 
 
 def _entry(recipe: CacheRecipe, method) -> Entry:
@@ -47,27 +32,6 @@ def _scored(name: str) -> Entry:
     return _entry(recipe, scorers.SCORERS[name])
 
 
-NAMED = {
-    "exact": Entry(CacheRecipe("exact"), "Keeps every token exactly", "no compression"),
-    "streaming_llm": Entry(
-        CacheRecipe("streaming_llm", "during", 0.5, window=REST,
-                    store=Store(page=4, positions="read"), choice=Choice(Spec("oldest"), sinks=4)),
-        "Keeps the first four tokens and the most recent ones, renumbered",
-        "Xiao et al. 2023, arXiv:2309.17453",
-    ),
-    "snapkv": Entry(
-        CacheRecipe("snapkv", "after", 0.5, window=64, store=Store(), choice=Choice(SNAP)),
-        "Keeps what the last window of the prompt attends to, and that window",
-        "Li et al. 2024, arXiv:2404.14469",
-    ),
-    "ada_snapkv": Entry(
-        CacheRecipe("ada_snapkv", "after", 0.5, window=32, store=Store(page=32),
-                    choice=Choice(POOL_SNAP, Spec("pooled"))),
-        "Keeps as snapkv, with one budget shared by the heads of a layer",
-        "Feng et al. 2024, arXiv:2407.11550",
-    ),
-}  # fmt: skip
-
 USED = {entry.recipe.choice.scorer.name for entry in NAMED.values() if entry.recipe.choice}
 
 RECIPES = (
@@ -87,16 +51,20 @@ def recipe(name: str, /, **options: Any) -> CacheRecipe:
     """The recipe `name` with options, frozen and hashable.
 
     keep (fraction of token entries kept) or slots (their number), window, sinks, when, stride,
-    lookahead, chunk, page, positions, count; codec ("int8", or a pair for keys and values); and the
-    options of its scorer, budget and codec; fold ("random_features": what eviction drops goes into
-    a state, when="during"). An unknown name or option raises InputError and offers
-    the nearest.
+    lookahead, chunk, page, positions, count; codec ("int8", or a pair for keys and values), scorer
+    and budget by their names in their tables (any combine); and the options of these three; fold
+    ("random_features": what eviction drops goes into a state, when="during"); reducer ("mean": one
+    entry of each head stands for what condense drops there; "flow": its values go into those of
+    what is kept). An unknown name or option raises InputError and offers the nearest.
     """
     if not isinstance(name, str) or name not in RECIPES:
         raise unknown("recipe", str(name), RECIPES)
     made = RECIPES[name].recipe
     if "codec" in options:
         made = _with_codec(made, options.pop("codec"))
+    for part, build in (("scorer", scorers.build), ("budget", budgets.build)):
+        if part in options and made.choice is not None:  # before the options that belong to it
+            made = _with_method(made, part, build, options.pop(part))
     for option, value in options.items():
         made = _with(made, option, value)
     return valid(made)
@@ -110,7 +78,9 @@ def options_of(made: CacheRecipe) -> dict[str, object]:
         out |= _defaults(codecs.build(made.store.k, "k")) | dict(made.store.k.options)
     if made.choice is not None:
         out |= {"keep": made.keep, "fold": None if made.fold is None else str(made.fold)}
+        out |= {"reducer": None if made.reducer is None else str(made.reducer)}
         out |= {k: getattr(made.choice, k) for k in ("slots", "sinks", "count")}
+        out |= {k: getattr(made.choice, k).name for k in ("scorer", "budget")}
         for build, spec in (
             (scorers.build, made.choice.scorer),
             (budgets.build, made.choice.budget),
@@ -157,6 +127,12 @@ def _with(made, option, value):
         if option == "keep" and made.choice is None:
             raise InputError(f"{made.name} keeps every token: it has no option 'keep'")
         raise unknown(f"option of {made.name}", option, known)
+    if option == "reducer":
+        if not isinstance(value, (str, Spec, type(None))):
+            raise InputError(f"reducer must be the name of one, got {value!r}")
+        spec = Spec(value) if isinstance(value, str) else value
+        _ = spec and reducers.build(spec)
+        return replace(made, reducer=spec)
     if option == "fold":
         if not isinstance(value, (str, Spec, type(None))):
             raise InputError(f"fold must be the name of features, got {value!r}")
@@ -179,6 +155,17 @@ def _with(made, option, value):
                 )
     k, v = (_spec_with(spec, option, value) for spec in (made.store.k, made.store.v))
     return replace(made, store=replace(made.store, k=k, v=v))
+
+
+def _with_method(made, part, build, value):
+    """The recipe with another scorer or budget."""
+    if not isinstance(value, (str, Spec)):
+        raise InputError(f"{part} must be a name, got {value!r}")
+    spec = Spec(value) if isinstance(value, str) else value
+    build(spec)
+    if getattr(made.choice, part).name == spec.name and isinstance(value, str):
+        return made  # the recipe's own, with its options
+    return replace(made, choice=replace(made.choice, **{part: spec}))
 
 
 def _spec_with(spec, option, value) -> Spec:
@@ -226,6 +213,8 @@ def valid(made: CacheRecipe) -> CacheRecipe:
             raise unknown("value of positions", made.store.positions, POLICIES[:3])
         for spec, side in ((made.store.k, "k"), (made.store.v, "v")):
             _check(codecs.build(spec, side))
+    if made.reducer is not None:
+        _check(reducers.build(made.reducer))
     if made.choice is not None:
         _check(scorers.build(made.choice.scorer))
         _check(budgets.build(made.choice.budget))

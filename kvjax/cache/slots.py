@@ -1,14 +1,16 @@
 """Slots: a body of codes in pages, with what is needed to know each slot's position."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
 from kvjax import codecs, struct
-from kvjax.attention import Query, attend_blocks, merge, visible
+from kvjax.attention import Query, attend_blocks
 from kvjax.cache import positions
-from kvjax.config import CacheRecipe, Rope
-from kvjax.errors import InputError
+from kvjax.config import CacheRecipe, Rope, Store
+from kvjax.evidence import Stored
 from kvjax.shapes import EMPTY, Array, Float, Int
 
 BLOCK = 512
@@ -19,18 +21,17 @@ class Slots(struct.Record):
     """A body: codes in pages. Leaves that grow with tokens are [l b rows pages slots ...].
 
     Without `pos` the slot is the position: slot s holds arrival base + s, once base + s < edge.
-    With it (a scorer chose), each slot knows its arrival. With `owner`, a page belongs to one kv
-    head of its row (a pool); without, row r is kv head r.
+    With it (a scorer chose), each slot knows its arrival. Row r is kv head r.
     """
 
     codes: tuple  # (codes of keys, codes of values)
     base: Int[Array, "l b"]
     pos: Int[Array, "l b r p s"] | None = None  # uint16, all ones empty; int32, -1 empty, if longer
-    owner: Int[Array, "l b r p"] | None = None  # kv head within the row; -1 is free
     bias: Float[Array, "l b r p s"] | None = None  # added to the logits
+    stat: Float[Array, "l b r p s"] | None = None  # float32, of scorers that stream: cache/stat.py
     page: int = struct.static(128)
-    heads: int = struct.static(1)  # kv heads that share a row: more than one in a pool
     closed: bool = struct.static(False)  # takes no more tokens: condense made it
+    plain: bool = struct.static(False)  # a reducer's: raw codes, whatever the recipe's codec
     temperature: float = struct.static(1.0)  # divides the logits of this body (APE)
     exponent: float = struct.static(1.0)  # multiplies its log-sum-exp (APE's scale)
 
@@ -78,17 +79,38 @@ def attend(body: Slots, query: Query, edge, recipe: CacheRecipe, rope: Rope, tab
     """Attends to one layer's body (leaves without layer axis), decoding a block at a time."""
     query = query.replace(scale=query.scale / body.temperature)
     pos = arrivals(body, edge)
-    out, lse = (_pooled if body.owner is not None else _rows)(
-        body, query, pos, recipe, rope, tables
-    )
+    out, lse = _rows(body, query, pos, recipe, rope, tables)
     if body.exponent != 1.0:
         lse = jnp.where(lse > EMPTY / 2, lse * body.exponent, EMPTY)
     return out, lse
 
 
 def _rows(body, query, pos, recipe, rope, tables):
-    """Row r of the body is kv head r."""
-    pair, dtype = codecs.pair(recipe.store, tables), query.q.dtype
+    read, plain = _reader(body, pos, recipe, rope, query.q.dtype, tables)
+    heads = jax.tree.leaves(body.codes)[0].shape[1]
+    value_dim = jax.eval_shape(lambda: read(0, body.page))[1].shape[-1]
+    bias = None if body.bias is None else rearrange(body.bias, "b r p s -> b r (p s)")
+    return attend_blocks(query, read, body.capacity, pos, bias, kv_heads=heads,
+                         value_dim=value_dim, block=_block(body), whole=plain)  # fmt: skip
+
+
+def _block(body) -> int:
+    return max(BLOCK // body.page, 1) * body.page
+
+
+def stored(body: Slots, edge, recipe: CacheRecipe, rope: Rope, dtype, tables=None) -> Stored:
+    """What reads the keys of a layer's body once more, for an observer."""
+    pos = arrivals(body, edge)
+    read, plain = _reader(body, pos, recipe, rope, dtype, tables)
+    keys = lambda start, size: rearrange(read(start, size)[0], "b r p s d -> b r (p s) d")  # noqa: E731
+    return Stored(pos, keys, body.capacity, min(_block(body), body.capacity), plain)
+
+
+def _reader(body, pos, recipe, rope, dtype, tables):
+    """`read(start, size)`: keys, rotated, and values [b r p s d]; and whether they lie there."""
+    if body.plain:  # as made from keys after RoPE
+        recipe, tables = dataclasses.replace(recipe, store=Store(page=body.page)), None
+    pair = codecs.pair(recipe.store, tables)
     turned = on_read(recipe, pair)
     rotary = positions.ranks(pos) if turned == "read" else jnp.maximum(pos, 0)
     rotary = rotary if rotary.ndim == 3 else rotary[:, None]
@@ -100,12 +122,7 @@ def _rows(body, query, pos, recipe, rope, tables):
             k = positions.turn(k, at, rope)
         return k, v
 
-    heads = jax.tree.leaves(body.codes)[0].shape[1]
-    value_dim = jax.eval_shape(lambda: read(0, body.page))[1].shape[-1]
-    bias = None if body.bias is None else rearrange(body.bias, "b r p s -> b r (p s)")
-    block, whole = max(BLOCK // body.page, 1) * body.page, pair.raw and not turned
-    return attend_blocks(query, read, body.capacity, pos, bias, kv_heads=heads,
-                         value_dim=value_dim, block=block, whole=whole)  # fmt: skip
+    return read, pair.raw and not turned
 
 
 def on_read(recipe, pair) -> str | None:
@@ -118,61 +135,3 @@ def on_read(recipe, pair) -> str | None:
 def _decode(body, pair, first, pages, dtype):
     """Keys and values [b r pages slots d] of a range of pages."""
     return pair.decode(jax.tree.map(lambda x: cut(x, first, pages, 2), body.codes), dtype)
-
-
-def _pooled(body, query, pos, recipe, rope, tables):
-    """Pages with owners: one batched product per page, then a merge by owner, block by block."""
-    pair = codecs.pair(recipe.store, tables)
-    if on_read(recipe, pair):
-        raise InputError("a pool holds keys after RoPE; use positions='keep' and a codec that does")
-    rows, pages = body.owner.shape[1:]
-    per = pages if pair.raw else max(BLOCK // body.page, 1)
-    pos = rearrange(pos, "b r (p s) -> b r p s", p=pages)
-
-    def part(first, count):
-        k, v = _decode(body, pair, first, count, query.q.dtype)
-        own, at = (cut(x, first, count, 2) for x in (body.owner, pos))
-        return _pool_block(query, k, v, own, at, body.heads)
-
-    out = part(0, min(per, pages))
-    if pages > per:
-        full = pages // per
-        out, _ = jax.lax.scan(
-            lambda c, i: (merge(c, part(i * per, per)), None), out, jnp.arange(1, full)
-        )
-        out = merge(out, part(full * per, pages % per)) if pages % per else out
-    return out
-
-
-def _pool_block(query, k, v, own, pos, n):
-    """Attention over pages [b r p s d] of owners [b r p], for the n kv heads of each row."""
-    b, r, p, page, _ = k.shape
-    t = query.q.shape[1]
-    q = rearrange(query.q, "b t (r n g) d -> b r n (g t) d", r=r, n=n)
-    q = q * jnp.asarray(query.scale, q.dtype)
-    owner = jnp.maximum(own, 0).astype(jnp.int32)
-    mine = jnp.take_along_axis(q, owner[..., None, None], axis=2)  # [b r p (g t) d]
-    s = jnp.einsum("brpqd,brpsd->brpqs", mine, k, preferred_element_type=jnp.float32)
-    see = visible(query, rearrange(pos, "b r p s -> b (r p) s"))
-    see = rearrange(see, "b (r p) t s -> b r p t s", r=r) & (own >= 0)[..., None, None]
-    see = jnp.tile(see, (1, 1, 1, q.shape[3] // t, 1))
-    top = jax.lax.stop_gradient(jnp.max(jnp.where(see, s, EMPTY), axis=-1))
-    weight = jnp.where(see, jnp.exp(s - top[..., None]), 0.0)
-    out = jnp.einsum("brpqs,brpse->brpqe", weight.astype(v.dtype), v,
-                     preferred_element_type=jnp.float32)  # fmt: skip
-    return _by_owner(out, weight.sum(-1), top, owner, n, t)
-
-
-def _by_owner(out, total, top, own, n, t):
-    """Merges unnormalised page results [b r p q e], sums and maxima [b r p q] into heads."""
-    mine = jax.nn.one_hot(own, n, axis=-1, dtype=jnp.float32)  # [b r p n]
-    best = jnp.max(jnp.where(mine[..., None] > 0, top[:, :, :, None], EMPTY), axis=2)  # [b r n q]
-    back = jnp.einsum("brpn,brnq->brpq", mine, best)
-    scale = jnp.where(total > 0, jnp.exp(top - back), 0.0)
-    whole = jnp.einsum("brpn,brpq->brnq", mine, total * scale)
-    some = whole > 0
-    safe = jnp.where(some, whole, 1.0)
-    out = jnp.einsum("brpn,brpqe->brnqe", mine, out * scale[..., None]) / safe[..., None]
-    lse = jnp.where(some, best + jnp.log(safe), EMPTY)
-    return (rearrange(out, "b r n (g t) e -> b t (r n g) e", t=t),
-            rearrange(lse, "b r n (g t) -> b t (r n g)", t=t))  # fmt: skip

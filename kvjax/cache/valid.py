@@ -1,20 +1,23 @@
 """Whether a cache is one that its recipe makes for a model: shapes, dtypes, positions."""
 
+import dataclasses
 import math
 
 import jax
 import numpy as np
 
-from kvjax import codecs
+from kvjax import budgets, codecs, reducers, scorers
 from kvjax.cache import init, state
 from kvjax.cache.cache import Cache, LayerCache, Tail, takes_more
+from kvjax.cache.pool import Pool
+from kvjax.cache.sizes import full_layers
 from kvjax.cache.slots import Slots, pos_dtype
 from kvjax.cache.state import State
-from kvjax.config import ModelConfig
+from kvjax.config import ModelConfig, Store
 from kvjax.errors import InputError
 
 COUNTERS = ("seen", "clock", "edge", "high", "budget", "flags")
-FLAGS = 7  # all bits of Cache.flags
+FLAGS = 15  # all bits of Cache.flags
 
 
 def same(what: str, got, want) -> None:
@@ -56,6 +59,16 @@ def check_shapes(cache: Cache, config: ModelConfig) -> None:
         stop = group.stop
         _group(f"groups[{i}]", group, cache, config, b)
     same("layers of all groups", stop, config.layers)
+    if _pooled(cache.recipe, config):
+        _pool("pool", cache, config, b)
+    elif cache.pool is not None:
+        raise InputError(f"pool is there, and recipe {cache.recipe.name!r} has none")
+
+
+def _pooled(recipe, config) -> bool:
+    """Whether a pool holds what the recipe keeps."""
+    choice = recipe.choice
+    return choice is not None and budgets.build(choice.budget).pooled and bool(full_layers(config))
 
 
 def _group(where, group, cache, config, b):
@@ -68,13 +81,24 @@ def _group(where, group, cache, config, b):
     shape = (len(kinds), *b, config.kv_heads, capacity, config.head_dim)
     for side in ("k", "v"):
         _leaf(f"{where}.tail.{side}", getattr(group.tail, side), shape, config.dtype)
+    streams = scorers.streams(recipe)
+    _stat(f"{where}.tail", group.tail, shape[:4], streams and kind.window is None)
     _is(group.bodies, tuple, f"{where}.bodies")
-    coded = recipe.store is not None and kind.window is None
+    full = kind.window is None
+    coded, pooled = recipe.store is not None and full, full and _pooled(recipe, config)
+    first = full_layers(config).index(group.start) if pooled else None
+    same(f"{where}.pooled", group.pooled, first)
     folded = coded and recipe.fold is not None
     bodies = group.bodies[:-1] if folded else group.bodies
     for i, body in enumerate(bodies):
         _is(body, Slots, f"{where}.bodies[{i}]")
-    same(f"{where} has bodies", bool(group.bodies), coded)
+    raw = recipe.store is not None and codecs.pair(recipe.store).raw
+    kept = coded and not (pooled and raw)  # raw: the tail takes the rest
+    reduced = [body.plain for body in bodies]
+    made = int(coded and reducers.makes(recipe))
+    same(f"{where} has bodies of a reducer", sum(reduced), made)
+    kept = kept or any(reduced)
+    same(f"{where} has bodies", bool(group.bodies), kept)
     least = cache.max_length
     if coded:
         least = init.tail_capacity(recipe)
@@ -86,6 +110,8 @@ def _group(where, group, cache, config, b):
         raise InputError(f"{where}.tail has {capacity} slots, expected at least {max(least, 1)}")
     for i, body in enumerate(bodies):
         _body(f"{where}.bodies[{i}]", body, cache, config, shape[:2])
+        if pooled and body.closed and not body.plain:
+            raise InputError(f"{where}.bodies[{i}] is closed, and what follows a pool takes tokens")
     if folded:
         _state(f"{where}.bodies[{len(bodies)}]", group.bodies[-1:], recipe, config, shape[:2])
 
@@ -108,43 +134,63 @@ def _state(where, last, recipe, config, lead):
 
 def _body(where, body, cache, config, lead):
     recipe, n = cache.recipe, config.kv_heads
+    if body.plain:  # the recipe has a reducer
+        made = reducers.build(recipe.reducer)
+        recipe = dataclasses.replace(recipe, store=Store(page=made.size))
+        same(f"{where} has a bias", body.bias is not None and body.pos is not None, True)
     same(f"{where}.page", body.page, recipe.store.page)
+    lead = _pages(where, body, (*lead, n), config, recipe)
+    _leaf(f"{where}.base", body.base, lead[:2], np.int32)
+    if body.pos is not None:
+        _leaf(f"{where}.pos", body.pos, (*lead, body.page), pos_dtype(cache.max_length))
+        if recipe.choice is None:
+            raise InputError(f"{where} has positions, and recipe {recipe.name!r} keeps every token")
+    if body.bias is not None:
+        _leaf(f"{where}.bias", body.bias, (*lead, body.page), body.bias.dtype)
+        if not jax.numpy.issubdtype(body.bias.dtype, np.floating):
+            raise InputError(f"{where}.bias has dtype {body.bias.dtype}, expected a float")
+    _stat(where, body, (*lead, body.page), scorers.streams(recipe))
+    for name in ("temperature", "exponent"):
+        if not 0 < getattr(body, name) < math.inf:
+            raise InputError(f"{where}.{name} is {getattr(body, name)}, expected above 0")
+
+
+def _stat(where, part, shape, streams):
+    """What a scorer that streams remembers of each slot; nothing of others."""
+    same(f"{where} has a stat", part.stat is not None, streams)
+    if part.stat is not None:
+        _leaf(f"{where}.stat", part.stat, shape, np.float32)
+
+
+def _pages(where, body, lead, config, recipe):
+    """The leading axes of the codes, those of `lead` and the pages; refuses codes of others."""
     leaves = jax.tree.leaves(body.codes)
     if not leaves or len(leaves[0].shape) < 4:
         raise InputError(f"{where}.codes has no leaf with pages")
-    rows, pages = leaves[0].shape[2:4]
-    lead = (*lead, rows, pages)
+    pages = leaves[0].shape[3]
     if pages < 1 or pages * body.page >= 1 << 31:
         raise InputError(f"{where} has {pages} pages of {body.page} slots, expected 1 to 2**31")
-    pool = body.owner is not None
-    same(f"{where}: rows and kv heads in a row", (rows, body.heads), _rows(rows, n, pool))
+    lead = (*lead, pages)
     x = jax.ShapeDtypeStruct((*lead, body.page, config.head_dim), np.dtype(config.dtype))
     want = jax.eval_shape(codecs.pair(recipe.store).encode, x, x)
     same(f"{where}.codes", str(jax.tree.structure(body.codes)), str(jax.tree.structure(want)))
     held = jax.tree_util.tree_leaves_with_path(body.codes)
     for (at, leaf), like in zip(held, jax.tree.leaves(want), strict=True):
         _leaf(f"{where}.codes{jax.tree_util.keystr(at)}", leaf, like.shape, like.dtype)
-    _leaf(f"{where}.base", body.base, lead[:2], np.int32)
-    if body.pos is not None:
-        _leaf(f"{where}.pos", body.pos, (*lead, body.page), pos_dtype(cache.max_length))
-        if recipe.choice is None:
-            raise InputError(f"{where} has positions, and recipe {recipe.name!r} keeps every token")
-    if pool:
-        _leaf(f"{where}.owner", body.owner, lead, np.int8 if n < 128 else np.int32)
-        if body.pos is None or not body.closed:
-            raise InputError(f"{where} is a pool, which has positions and is closed; this is not")
-    if body.bias is not None:
-        _leaf(f"{where}.bias", body.bias, (*lead, body.page), body.bias.dtype)
-        if not jax.numpy.issubdtype(body.bias.dtype, np.floating):
-            raise InputError(f"{where}.bias has dtype {body.bias.dtype}, expected a float")
-    for name in ("temperature", "exponent"):
-        if not 0 < getattr(body, name) < math.inf:
-            raise InputError(f"{where}.{name} is {getattr(body, name)}, expected above 0")
+    return lead
 
 
-def _rows(rows, n, pool):
-    """What (rows, heads) must be: a row for each kv head, or pools of n / rows heads."""
-    return (rows, n // rows) if pool and rows and n % rows == 0 else (n, 1)
+def _pool(where, cache, config, b):
+    pool, layers = cache.pool, len(full_layers(config))
+    _is(pool, Pool, where)
+    same(f"{where}.page", pool.page, cache.recipe.store.page)
+    lead = _pages(where, pool, (1, *b, 1), config, cache.recipe)
+    _leaf(f"{where}.pos", pool.pos, (*lead, pool.page), pos_dtype(cache.max_length))
+    _leaf(f"{where}.owner", pool.owner, lead, np.int16)
+    for name in ("first", "count"):
+        _leaf(f"{where}.{name}", getattr(pool, name), (layers, *b), np.int32)
+    if not 1 <= pool.most <= lead[3]:
+        raise InputError(f"{where}.most is {pool.most}, expected 1 to its {lead[3]} pages")
 
 
 def _is(x, kind, what):
@@ -178,7 +224,7 @@ def check_values(cache: Cache) -> None:
     for i, group in enumerate(cache.groups):
         where = f"groups[{i}]"
         if group.window is None:
-            low = edge if group.bodies else zero
+            low = zero if group.keeps_all else edge
             room = np.full_like(seen, group.tail.capacity)
             _order(f"tokens in {where}.tail", seen - low, "its slots", room)
         for body in group.bodies:
@@ -189,10 +235,22 @@ def check_values(cache: Cache) -> None:
             _order(f"{where} base", base, "edge", np.broadcast_to(edge, base.shape))
             if body.pos is not None:
                 _positions(where, np.asarray(body.pos), edge)
-            if body.owner is not None:
-                own = np.asarray(body.owner)
-                _order("-1", np.full_like(own, -1), f"{where} owner", own)
-                _order(f"{where} owner", own, "last head", np.full_like(own, body.heads - 1))
+    if cache.pool is not None:
+        _pool_values(cache.pool, edge, cache.groups[0].tail.k.shape[2])
+
+
+def _pool_values(pool, edge, heads):
+    """Positions and owners, and that layers have stretches of the pool, one after the other."""
+    own, first, count = (np.asarray(x) for x in (pool.owner, pool.first, pool.count))
+    _positions("pool", np.asarray(pool.pos), edge)
+    _order("-1", np.full_like(own, -1), "pool owner", own)
+    _order("pool owner", own, "last head", np.full_like(own, heads - 1))
+    for name, x in (("pool first", first), ("pool count", count)):
+        _order("0", np.zeros_like(x), name, x)
+    _order("pool count", count, "most", np.full_like(count, pool.most))
+    stop = first.astype(np.int64) + count
+    _order("end of a layer in the pool", stop[:-1], "first page of the next", first[1:])
+    _order("end of a layer in the pool", stop, "pages", np.full_like(stop, pool.pages))
 
 
 def _positions(where, pos, edge):

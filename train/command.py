@@ -1,0 +1,141 @@
+"""kvjax train: makes what a recipe needs for a model, and puts it where `load` finds it."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+import kvjax
+from kvjax import calibrate, tables
+from kvjax.commands import loaded, read_text, say
+from kvjax.data import moby_dick
+from kvjax.errors import InputError
+
+EPOCHS = 4  # of less, unless told: the paper's 40 take hours on a CPU
+
+
+def main(args) -> None:
+    """Runs the command; its options are in kvjax/cli.py."""
+    texts = None if args.text is None else [read_text(name) for name in args.text]
+    path = target(args.recipe, args.model, args.out, args.force)
+    model, _ = loaded(args.model)
+    say(args, run(args.recipe, model, path, texts, args.length, args.steps), show)
+
+
+def target(recipe: str, model: str, out: str | None, force: bool) -> Path:
+    """Where the tables go; InputError if something is there, before any work is done."""
+    path = Path(out) if out else tables.folder(model) / f"{recipe}{tables.END}"
+    if path.exists() and not force:
+        raise InputError(f"{path} is there already; use --force to replace it, or --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def run(recipe: str, model, path: Path, texts, length, steps) -> dict[str, Any]:
+    """Makes the tables of a recipe and writes them."""
+    started = time.perf_counter()
+    made = MAKERS[recipe](model, texts, length, steps)
+    tables.save_tables(path, made, model, overwrite=True)
+    size = sum(np.asarray(x).nbytes for x in _leaves(made))
+    return {"recipe": recipe, "file": str(path), "bytes": size,
+            "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
+
+
+def _leaves(tree):
+    """Arrays of dicts of dicts."""
+    return [x for v in tree.values() for x in (_leaves(v) if isinstance(v, dict) else [v])]
+
+
+def show(report: dict, console: Console) -> None:
+    """What was made, and what to do with it."""
+    console.print(
+        f"{report['recipe']}: {report['bytes']:,} bytes in {report['seconds']} s, in "
+        f"{report['file']}\nkvjax.load finds them; next: kvjax compare FILE QUESTION --recipe "
+        f"{report['recipe']}", highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _bar(what):
+    """A function (done, total) that moves a bar on stderr."""
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task = bar.add_task(what, total=None)
+    bar.start()
+
+    def tick(done, total):
+        bar.update(task, completed=done, total=total)
+        if done >= total:
+            bar.stop()
+
+    return tick
+
+
+def _razor(model, texts, length, steps):
+    _only(razor=(texts, steps))
+    found = calibrate.razor(model, block=length, progress=_bar("probing heads"))
+    return {"scorer": {"label": found.label}}
+
+
+def _kvzip_heads(model, texts, length, steps):
+    _only(kvzip_heads=(steps,))
+    found = calibrate.kvzip_heads(model, texts, length=length, progress=_bar("repeating"))
+    return {"scorer": {"label": found.label}}
+
+
+def _kvzap(model, texts, length, steps):
+    from kvjax.train import kvzap
+
+    options = {} if length is None else {"length": (length, length)}
+    options |= {} if steps is None else {"epochs": steps}
+    return kvzap.surrogate(model, texts, **options)
+
+
+def _duo(model, texts, length, steps):
+    from kvjax.train import TrainConfig, duo
+    from kvjax.train.passkeys import Passkeys
+
+    length = length or 512
+    batches = Passkeys(model.tokenizer, "\n".join(texts or [moby_dick()]), length=length, words=4)
+    config = TrainConfig(steps or 100, learning_rate=0.02)
+    return duo.labels(duo.gates(model, batches, sink=16, recent=64, config=config))
+
+
+def _less(model, texts, length, steps):
+    from kvjax.train import less
+
+    return less.features(
+        model, kvjax.recipe("less"), texts, length=length or 512, epochs=steps or EPOCHS
+    )
+
+
+def _dms(model, texts, length, steps):
+    from kvjax.train import dms
+
+    return dms.tables(dms.gates(model, texts, length=length or 512, steps=steps or 100))
+
+
+def _metasoft(model, texts, length, steps):
+    from kvjax.train import TrainConfig, probes
+
+    config = TrainConfig(steps or 200)
+    return probes.tables(probes.fit(model, texts, length=length or 512, config=config))
+
+
+def _only(**given):
+    """Refuses options that a recipe has no use for."""
+    for name, values in given.items():
+        if any(value is not None for value in values):
+            raise InputError(f"{name} takes --length only: it is not trained on texts in steps")
+
+
+MAKERS = {
+    "razor": _razor,
+    "kvzip_heads": _kvzip_heads,
+    "kvzap": _kvzap,
+    "duo": _duo,
+    "less": _less,
+    "metasoft": _metasoft,
+    "dms": _dms,
+}

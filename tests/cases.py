@@ -4,6 +4,7 @@ Shapes are tiny (2 rows, 2 layers, 2 kv heads of 2 query heads, 16 dims), so tha
 dominates a test: `run` compiles each operation once per (recipe, shapes) for all laws together.
 """
 
+import dataclasses
 import functools
 import zlib
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pytest
 import kvjax
 from kvjax.cache import ops
 from kvjax.cache.recipes import RECIPES, REST, options_of
+from kvjax.cache.state import State
 from kvjax.config import CacheRecipe, LayerKind, ModelConfig, Rope
 from kvjax.params import init_params
 
@@ -29,6 +31,8 @@ HYBRID = ModelConfig(
     "mistral", vocab=61, width=32, mlp=32, heads=4, kv_heads=2, head_dim=16,
     kinds=(LayerKind(), LayerKind(window=6, rope=Rope(base=500.0))), pattern=(1, 0), context=4096,
 )  # fmt: skip
+
+TWICE = dataclasses.replace(HYBRID, pattern=(0, 1, 0))  # what sees everything is two groups
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,15 @@ def _cases():
         "snapkv int8": small("snapkv", codec="int8"),
         "snapkv int8 rerot": small("snapkv", codec="int8", positions="rerot"),
         "ada_snapkv int8": small("ada_snapkv", codec="int8"),
+        "kvzip int8": small("kvzip", codec="int8"),
+        "dms": small("dms", keep=0.75),  # room for all: no gate speaks against random keys
+        "razor": small("razor", keep=0.9),  # room for the three labelled heads of `tables`
+        "pyramidkv rerot": small("pyramidkv", positions="rerot"),
         "int8 after": small("int8", when="after"),
         "raw during": small("int8", codec="raw"),
         "int8,raw": small("int8", codec=("int8", "raw")),
+        "h2o during": small("h2o", when="during"),
+        "tova during": small("tova", when="during", window=1, sinks=2),
     }
     hybrid = {
         "hybrid exact": small("exact"),
@@ -78,14 +88,17 @@ def _cases():
         "hybrid snapkv rerot": small("snapkv", positions="rerot"),
         "hybrid streaming_llm": small("streaming_llm"),
     }
+    twice = {"twice kvzip": small("kvzip"), "twice ada_snapkv": small("ada_snapkv")}
     slow = (  # each of their parts is in a quicker case
         "key_norm during", "key_norm rerot", "snapkv int8", "int8 after", "raw during", "int8,raw",
         "ada_snapkv int8", "snapkv int8 rerot", "hybrid exact", "hybrid streaming_llm",
-        "hybrid int8",
+        "hybrid int8", "h2o during", "tova during",
+        "pyramidkv", "tova", "expected_attention", "ada_expected", "kvzip int8",
+        "kvzip_uniform", "twice ada_snapkv", "chunkkv", "keydiff",
+        "kvzap", "razor", "duo", "kvzip_heads", "less", "finch", "metasoft", "dms",
     )  # fmt: skip
-    return {k: Case(k, r, PLAIN, k not in slow) for k, r in made.items()} | {
-        k: Case(k, r, HYBRID, k not in slow) for k, r in hybrid.items()
-    }
+    on = ((made, PLAIN), (hybrid, HYBRID), (twice, TWICE))
+    return {k: Case(k, r, c, k not in slow) for some, c in on for k, r in some.items()}
 
 
 CASES = _cases()
@@ -103,6 +116,7 @@ LOSSLESS = {  # raw codec and room for all
         ("snapkv rerot", small("snapkv", keep=1.0, positions="rerot"), PLAIN),
         ("ada_snapkv", small("ada_snapkv", keep=1.0), PLAIN),
         ("hybrid snapkv", small("snapkv", keep=1.0), HYBRID),
+        ("twice kvzip", small("kvzip", keep=1.0), TWICE),
     )
 }
 
@@ -132,7 +146,50 @@ def random_ids(t: int, *words, rows=ROWS) -> np.ndarray:
 @functools.cache
 def model(config: ModelConfig = PLAIN) -> kvjax.Model:
     """Random weights, large enough that attention is far from uniform."""
-    return kvjax.Model(init_params(config, jax.random.key(7), std=0.3), config, tokenizer=None)
+    weights = init_params(config, jax.random.key(7), std=0.3)
+    return kvjax.Model(weights, config, tokenizer=None, tables=tables(config.layers))
+
+
+@functools.cache
+def tables(layers: int) -> dict:
+    """What training or calibration would give to the recipes that need it, by name."""
+    rng, n, d, r = generator("tables"), PLAIN.kv_heads, PLAIN.head_dim, 8
+    random = lambda *x: (0.3 * rng.normal(size=(layers, *x))).astype(np.float32)  # noqa: E731
+    labels = rng.random((layers, n)).astype(np.float32)
+    features = {"q_in": random(n, d, 8), "q_out": random(n, 8, r), "k_in": random(n, d, 8),
+                "k_out": random(n, 8, r), "mix": random(n, r, r), "size": random(n, r),
+                "change": random(n, r)}  # fmt: skip
+    made = {
+        "labels": {"scorer": {"label": labels}},
+        "surrogate": {
+            "scorer": {"weights": {"out": random(PLAIN.width, n), "out_bias": random(n)}}
+        },
+        "less": {"features": features},
+        "probe_attention": {"probes": random_probes()},
+        "gate": {"scorer": {"norm": np.ones((layers, PLAIN.width), np.float32),
+                            "weight": random(PLAIN.width, n), "bias": random(n)}},
+    }  # fmt: skip
+    out = {}
+    for name, entry in RECIPES.items():
+        for spec in (entry.recipe.choice and entry.recipe.choice.scorer, entry.recipe.fold):
+            if spec is not None and spec.name in made:
+                out[name] = made[spec.name]
+    return out
+
+
+def random_probes(count: int = 3, size: int = 5) -> dict:
+    """Soft tokens that nobody trained: the basis is orthonormal, the selector random."""
+    rng, m = generator("probes"), PLAIN.width
+    basis = np.linalg.qr(rng.normal(size=(m, size)))[0].T
+    weight, bias = rng.normal(size=(m, count, size)), rng.normal(size=(count, size))
+    made = {"basis": basis, "weight": weight, "bias": bias, "size": np.ones(1)}
+    return {name: x.astype(np.float32) for name, x in made.items()}
+
+
+def tables_of(cache):
+    """The tables that the cache's recipe reads layer by layer, or None."""
+    made = cache and tables(cache.groups[-1].stop).get(cache.recipe.name)
+    return None if made and "probes" in made else made
 
 
 def cuts(rng, lengths=LENGTHS, piece=PIECE) -> list[np.ndarray]:
@@ -157,9 +214,9 @@ def pieces(x, counts, piece=PIECE, axis=2, start=0):
 
 
 _OPS = {
-    "absorb": lambda cache, new, count: ops.absorb_long(cache, new, count),
+    "absorb": lambda cache, new, n: ops.absorb_long(cache, new, n, tables=tables_of(cache)),
     "append": lambda cache, new, count: ops.append(cache, new, count),
-    "compress": lambda cache: ops.compress(cache),
+    "compress": lambda cache: ops.compress(cache, tables=tables_of(cache)),
     "truncate": lambda cache, length: ops.truncate(cache, length),
 }
 _COMPILED = {}
@@ -190,7 +247,7 @@ def look(params, config, cache, tokens, count=None):
     """`kvjax.look`, compiled once for each cache shape."""
     args = jax.tree.map(jnp.asarray, (params, cache, tokens, count))
     read = lambda params, cache, tokens, count: kvjax.look(  # noqa: E731
-        params, config, cache, tokens, count=count
+        params, config, cache, tokens, count=count, tables=tables_of(cache)
     )
     return _executable(("look", config), read, *args)(*args)
 
@@ -226,18 +283,24 @@ def filled(case: Case, seed: int = 0) -> kvjax.Cache:
 
 
 def arrivals(cache, group):
-    """Arrival index of each slot, from the definition: tail [b c], then bodies [l b r p s]."""
+    """Arrival index of each slot, from the definition: tail [b c], then bodies [l b r p s].
+
+    A state, which has no slots, is None.
+    """
     seen, edge, high = (np.asarray(x) for x in (cache.seen, cache.edge, cache.high))
     capacity = group.tail.k.shape[3]
     tail = np.full((len(seen), capacity), -1)
     for row in range(len(seen)):
-        low = edge[row] if group.bodies else 0
+        low = 0 if group.keeps_all else edge[row]
         if group.window is not None:  # a later query sees window - 1 tokens before it
             low = max(0, high[row] - capacity, seen[row] - group.window + 1)
         for p in range(low, seen[row]):
             tail[row, p % capacity] = p
     bodies = []
     for body in group.bodies:
+        if isinstance(body, State):
+            bodies.append(None)
+            continue
         shape = jax.tree.leaves(body.codes)[0].shape[:5]
         if body.pos is None:
             flat = np.asarray(body.base)[..., None] + np.arange(shape[3] * shape[4])
@@ -250,6 +313,22 @@ def arrivals(cache, group):
     return tail, bodies
 
 
+def in_pool(cache):
+    """(layer, head, arrival) of each slot of the pool, from the definition: [b p], [b p], [b p s].
+
+    layer counts those that see everything; -1 where no layer reads the page, whose slots are -1.
+    """
+    pool = cache.pool
+    first, count = np.asarray(pool.first), np.asarray(pool.count)
+    owner, pos = (np.asarray(x)[0, :, 0].astype(np.int64) for x in (pool.owner, pool.pos))
+    layer = np.full(owner.shape, -1)
+    for f, row in np.ndindex(first.shape):
+        layer[row, first[f, row] : first[f, row] + count[f, row]] = f
+    pos = np.where(pos == 65535, -1, pos) if pool.pos.dtype == jnp.uint16 else pos
+    seen = (layer >= 0) & (owner >= 0)
+    return layer, owner, np.where(seen[..., None], pos, -1)
+
+
 def overwrite(cache, rng=None):
     """The cache with every slot that holds no token set to zero, or to large random values."""
 
@@ -259,17 +338,20 @@ def overwrite(cache, rng=None):
         other = np.zeros(leaf.shape) if rng is None else rng.normal(size=leaf.shape) * 50
         return jnp.asarray(np.where(empty, other.astype(leaf.dtype), leaf))
 
+    def filled_up(body, pos):
+        if pos is None:
+            return body
+        return body.replace(codes=jax.tree.map(lambda x: fill(x, pos < 0), body.codes))
+
     groups = []
     for group in cache.groups:
         tail, bodies = arrivals(cache, group)
         empty = (tail < 0)[None, :, None]
         ring = group.tail.replace(k=fill(group.tail.k, empty), v=fill(group.tail.v, empty))
-        made = []
-        for body, pos in zip(group.bodies, bodies, strict=True):
-            codes = jax.tree.map(lambda x, e=pos < 0: fill(x, e), body.codes)
-            made.append(body.replace(codes=codes))
+        made = map(filled_up, group.bodies, bodies)
         groups.append(group.replace(tail=ring, bodies=tuple(made)))
-    return cache.replace(groups=tuple(groups))
+    pool = cache.pool and filled_up(cache.pool, in_pool(cache)[2][None, :, None])
+    return cache.replace(groups=tuple(groups), pool=pool)
 
 
 def assert_same(one, two, but=()):
@@ -319,20 +401,24 @@ def zeros(rows=ROWS):
 
 
 def entries(cache):
-    """For each layer, row and head, the arrivals in its bodies, as sorted tuples."""
+    """For each layer, row and head, the arrivals in its bodies, then those in the pool, as sorted
+    tuples."""
     out = []
     for group in cache.groups:
-        for body, pos in zip(group.bodies, arrivals(cache, group)[1], strict=True):
-            layers, rows = pos.shape[:2]
-            owner = None if body.owner is None else np.asarray(body.owner)
-            for layer, row in np.ndindex(layers, rows):
-                for r in range(pos.shape[2]):
-                    mine = pos[layer, row, r]
-                    heads = [mine] if owner is None else by_owner(mine, owner[layer, row, r], body)
-                    out += [tuple(sorted(h[h >= 0].tolist())) for h in heads]
-    return out
+        for pos in arrivals(cache, group)[1]:
+            for at in np.ndindex(pos.shape[:3] if pos is not None else 0):
+                out.append(tuple(sorted(pos[at][pos[at] >= 0].tolist())))
+    return out + [tuple(sorted(x)) for _, x in sorted(by_head(cache).items())]
 
 
-def by_owner(pos, owner, body):
-    """Positions of each kv head of a pool's row."""
-    return [pos[owner == head] for head in range(body.heads)]
+def by_head(cache):
+    """{(layer that sees everything, row, head): arrivals in the pool, in order of their slots}."""
+    if cache.pool is None:
+        return {}
+    layer, owner, pos = in_pool(cache)
+    heads, layers = cache.groups[0].tail.k.shape[2], len(cache.pool.first)
+    rows = range(cache.batch)
+    made = {(f, b, n): [] for f in range(layers) for b in rows for n in range(heads)}
+    for b, p, s in np.argwhere(pos >= 0).tolist():
+        made[layer[b, p], b, owner[b, p]].append(int(pos[b, p, s]))
+    return made

@@ -10,12 +10,17 @@ _flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _flags:
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_force_host_platform_device_count=8".strip()
 
+import pathlib  # noqa: E402
+
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
 
 # Tests compile thousands of tiny programs: this halves the time, and changes no result they state.
 jax.config.update("jax_disable_most_optimizations", True)
+# `kvjax.load` would have every later program of the process written to the user's folder.
+jax.config.update("jax_enable_compilation_cache", False)
 
 # Every annotation with axis letters is checked while tests run, and never in production.
 jaxtyping.install_import_hook(["kvjax", "pallas_kernels"], "typecheck.functions_only")
@@ -34,3 +39,20 @@ def pytest_configure(config):
     """`pytest -m full` runs hypothesis with more examples, unless told a profile."""
     if config.option.markexpr == "full" and not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile("full")
+
+
+MAPPINGS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings():
+    """Forgets compiled programs before a process has too many memory mappings.
+
+    A program takes some twenty, and at Linux's limit of 65,530 the next compilation crashes.
+    """
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 25_000:
+        import cases
+
+        cases._COMPILED.clear()
+        jax.clear_caches()

@@ -36,10 +36,20 @@ def small(name, **options):
     return kvjax.recipe(name, **{k: v for k, v in options.items() if k in known})
 
 
+NAMES = [n for n, x in RECIPES.items() if not x.recipe.fold and not x.recipe.reducer]
+NAMES = [n for n in NAMES if n != "dms"]
+"""Recipes whose memory is entries, and nothing that stands for what was dropped; and not dms, which
+keeps as many as its gates say."""
+
+QUICK = ("exact", "streaming_llm", "snapkv", "ada_snapkv", "key_norm", "int8", "kvzip")
+SLOW = [name for name in NAMES if name not in QUICK]
+"""For the full suite: each of their parts is in a quicker one, or in tests of its own."""
+
+
 def _variants():
     """(name, when, positions) of every way that the table allows, and of those it refuses."""
     good, bad = [], []
-    for name in RECIPES:
+    for name in NAMES:
         known = options_of(RECIPES[name].recipe)
         ways = itertools.product(("during", "after"), ("keep", "rerot", "read"))
         for when, positions in ways if "when" in known else [("during", "keep")]:
@@ -58,8 +68,9 @@ FIRST = list({v[:2]: v for v in reversed(VARIANTS)}.values())[::-1]
 
 
 def longer(values, *names):
-    """Parameters, those of these names marked for the full suite: others nearly repeat them."""
-    out = []
+    """Parameters, SLOW ones and those of these names marked for the full suite: others nearly
+    repeat them."""
+    out, names = [], {*names, *SLOW}
     for value in values:
         value = value if isinstance(value, tuple) else (value,)
         out.append(pytest.param(*value, marks=[pytest.mark.full] if value[0] in names else []))
@@ -67,6 +78,7 @@ def longer(values, *names):
 
 
 SKIPPED = [v for v in FIRST if v[:2] in (("int8", "after"), ("streaming_llm", "after"))]
+SKIPPED += [v for v in FIRST if v[0] in SLOW]
 TIERS = [pytest.param(*v, marks=pytest.mark.full) if v in SKIPPED else v for v in FIRST]
 """FIRST, with what the others nearly repeat marked for the full suite."""
 
@@ -79,6 +91,7 @@ class Dense:
         self.config = config
         self.k = [[] for _ in range(config.layers)]  # keys before RoPE, [n d] each
         self.v = [[] for _ in range(config.layers)]
+        self.rows = [[{}] * config.heads for _ in range(config.layers)]  # weights of the last query
 
     def read(self, token, kept=None, renumber=False):
         """Logits [w] of the next token, which it then remembers.
@@ -108,6 +121,7 @@ class Dense:
                 keys = rope(np.stack([self.k[i][p][n] for p in see]), at, base)
                 s = keys @ rope(q[h][None], at[-1:], base)[0] * c.head_dim**-0.5
                 p = np.exp(s - s.max())
+                self.rows[i][h] = dict(zip(see, p / p.sum(), strict=True))
                 out.append(p @ np.stack([self.v[i][p][n] for p in see]) / p.sum())
             x = x + np.einsum("mhe,he->m", w.o, np.stack(out))
             y = norm(x, w.mlp_norm, c.eps)
@@ -136,7 +150,8 @@ def rope(x, at, base):
 def held(cache, row=0):
     """Arrivals that a row remembers and its next query sees: [layer][kv head], ascending.
 
-    Bodies: `pos` per slot (all ones or -1: empty) and `owner` per page, or base + slot below edge.
+    Bodies: `pos` per slot (all ones or -1: empty), or base + slot below edge. The pool: `owner` per
+    page too, and each layer's stretch of pages.
     The tail: from edge on, or a sliding window short of the query itself.
     """
     cache = jax.tree.map(np.asarray, cache)
@@ -144,11 +159,14 @@ def held(cache, row=0):
     out = []
     for group in cache.groups:
         for i in range(group.stop - group.start):
-            low = edge if group.bodies else 0
+            low = 0 if group.keeps_all else edge
             low = low if group.window is None else max(0, seen - group.window + 1)
             heads = [list(range(low, seen)) for _ in range(group.tail.k.shape[2])]
             for body in group.bodies:
                 for head, arrival in _stored(body, i, row, edge, len(heads)):
+                    heads[head].append(arrival)
+            if group.pooled is not None:
+                for head, arrival in _pooled(cache.pool, group.pooled + i, row):
                     heads[head].append(arrival)
             out.append([sorted(h) for h in heads])
     return out
@@ -161,9 +179,12 @@ def _stored(body, layer, row, edge, heads):
         return [(h, p) for h in range(heads) for p in range(base, last)]
     pos = np.asarray(body.pos[layer, row]).astype(int)  # [r p s]
     real = (pos >= 0) & (pos != EMPTY16)
-    owner = np.arange(len(pos))[:, None].repeat(pos.shape[1], 1)
-    if body.owner is not None:
-        own = np.asarray(body.owner[layer, row]).astype(int)
-        real &= (own >= 0)[..., None]
-        owner = owner * body.heads + own
-    return [(owner[r, p], pos[r, p, s]) for r, p, s in np.argwhere(real).tolist()]
+    return [(r, pos[r, p, s]) for r, p, s in np.argwhere(real).tolist()]
+
+
+def _pooled(pool, layer, row):
+    first = int(pool.first[layer, row])
+    pages = range(first, first + int(pool.count[layer, row]))
+    pos, owner = pool.pos[0, row, 0].astype(int), pool.owner[0, row, 0].astype(int)
+    return [(owner[p], x) for p in pages if owner[p] >= 0
+            for x in pos[p].tolist() if x not in (-1, EMPTY16)]  # fmt: skip

@@ -57,6 +57,8 @@ def filled(made: CacheRecipe, config=CONFIG):
             return jnp.asarray(np.where(pos % 3, pos, 65535), x.dtype)
         if name == "owner":
             return jnp.asarray(rng.integers(-1, config.kv_heads, x.shape), x.dtype)
+        if name in ("first", "count"):  # a page for each layer of a pool
+            return jnp.indices(x.shape, x.dtype)[0] if name == "first" else jnp.ones_like(x)
         if jnp.issubdtype(x.dtype, np.floating):
             return jnp.asarray(rng.standard_normal(x.shape), x.dtype)
         return jnp.asarray(rng.integers(0, 256, x.shape, np.uint8)).astype(x.dtype)
@@ -80,9 +82,10 @@ def stepper(mine):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_saved_cache_is_the_same_cache(name, tmp_path):
-    cache, path = filled(recipe(name)), tmp_path / "c.kvjax"
+    made = recipe(name, **({"window": 8} if name == "dms" else {}))  # its own exceeds these texts
+    cache, path = filled(made), tmp_path / "c.kvjax"
     save_cache(path, cache, model())
-    assert_same(cache, load_cache(path, model(), recipe=recipe(name)))
+    assert_same(cache, load_cache(path, model(), recipe=made))
     assert os.listdir(tmp_path) == ["c.kvjax"]
 
 
@@ -234,7 +237,7 @@ def test_one_changed_weight_of_any_layer_is_another_model():
         assert checkpoint.identity(other) != checkpoint.identity(model())
 
 
-@pytest.mark.parametrize("field, value", [("seen", 97), ("edge", 73), ("clock", -1), ("flags", 8),
+@pytest.mark.parametrize("field, value", [("seen", 97), ("edge", 73), ("clock", -1), ("flags", 16),
                                           ("budget", 97), ("high", 3)])  # fmt: skip
 def test_counters_that_contradict_each_other_are_not_written(field, value, tmp_path):
     cache = filled(recipe("int8"))

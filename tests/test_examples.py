@@ -109,7 +109,8 @@ def pooled(scores, count, alpha):
     pos = jnp.broadcast_to(jnp.arange(scores.shape[2]), scores.shape)
     none = jnp.zeros(scores.shape, bool)
     budget = budgets.build(Spec("pooled", (("alpha", alpha),)))
-    return np.asarray(jax.jit(budget)(scores, ~none, none, pos, jnp.array([count])))[0]
+    wants = budget.wants(budgets.Ask(scores.shape[2], slots=count))[:, None]
+    return np.asarray(jax.jit(budget)(scores, ~none, none, pos, jnp.asarray(wants)))[0]
 
 
 ADA = [[0.9, 0.05, 0.03, 0.02], [0.3, 0.25, 0.25, 0.2]]

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import PLAIN, generator, model
-from hard import FIRST, Dense, fast_compile, held, longer, small  # noqa: F401
+from hard import FIRST, NAMES, Dense, fast_compile, held, longer, small  # noqa: F401
 from test_hard_cases import RAW
 
 import kvjax
-from kvjax.cache.recipes import RECIPES
 from kvjax.config import LayerKind
 from kvjax.errors import InputError
 
@@ -123,7 +122,7 @@ def test_condensed_rows_answer_as_the_dense_reference(name, when, positions):
             expected = dense.read(out[i, j], see)
 
 
-@pytest.mark.parametrize("name", [v[0] for v in FIRST if v[1] == "after"])
+@pytest.mark.parametrize("name", longer([v[0] for v in FIRST if v[1] == "after"]))
 def test_a_ratio_is_of_the_real_length(name):
     """Half of 3, 7 and 10 tokens (round half to even): 2, 4 and 5, whatever the padding."""
     recipe = small(name, when="after", positions="keep", keep=0.5, window=1, sinks=0, page=4)
@@ -161,7 +160,7 @@ TEXT = generator("hybrid").integers(0, PLAIN.vocab, 24)
 @functools.cache
 def hybrid(order):
     config = dataclasses.replace(PLAIN, kinds=KINDS, pattern=order)
-    return kvjax.Model(model(PLAIN).params, config, None)
+    return dataclasses.replace(model(PLAIN), config=config)
 
 
 @functools.cache
@@ -268,7 +267,7 @@ def test_truncation_reaches_as_far_as_the_ring(order):
     np.testing.assert_allclose(logits[0, 0], expected[1], atol=RAW)
 
 
-@pytest.mark.parametrize("name", longer(RECIPES, "exact", "key_norm", "ada_snapkv"))
+@pytest.mark.parametrize("name", longer(NAMES, "exact", "key_norm", "ada_snapkv"))
 def test_every_recipe_on_a_window_layer_first(name):
     """Room for all: the logits of a run without cache. int8: within its own error."""
     made, expected = hybrid((0, 1)), dense_logits((0, 1))

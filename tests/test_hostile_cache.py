@@ -24,7 +24,7 @@ ODD = [*HUGE, -1, 0.5, float("1e308"), None, True, "", "x" * 99, [], {}, [0], {"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """(path, bytes, cache) of a file with a pool, positions, and a sliding-window layer."""
-    path, cache = tmp_path_factory.mktemp("hostile") / "c", filled(recipe("ada_snapkv"))
+    path, cache = tmp_path_factory.mktemp("hostile") / "c", filled(recipe("kvzip", codec="int8"))
     save_cache(path, cache, model())
     return path, path.read_bytes(), cache
 
@@ -128,6 +128,7 @@ def lie(saved, at, value, *parts):
 
 
 GROUP, BODY = ("cache", "groups", 0), ("cache", "groups", 0, "bodies", 0)
+POOL = ("cache", "pool")
 
 
 @pytest.mark.parametrize(
@@ -138,15 +139,23 @@ GROUP, BODY = ("cache", "groups", 0), ("cache", "groups", 0, "bodies", 0)
         (("cache", "recipe", "keep"), 2.0, ["keep", "2.0"]),
         (("cache", "recipe", "store", "k", "name"), "rav", ["rav", "'raw'"]),
         (("cache", "recipe", "store", "k", "options"), [["group", 0]], ["not valid"]),
-        (("cache", "recipe", "store", "k", "name"), "int8", ["codes"]),
+        (("cache", "recipe", "store", "k", "name"), "raw", ["codes"]),
+        (("cache", "recipe", "choice", "budget", "name"), "uniform", ["pooled", "0", "None"]),
         (("cache", "recipe", "chunk"), 0, ["chunk", "0"]),
         (("cache", "seen"), 0, ["order of the leaves"]),
         ((*GROUP, "stop"), 1, ["tail.k", "[2,", "[1,"]),
         ((*GROUP, "window"), 8, ["window", "8", "None"]),
         ((*GROUP, "bodies"), [], ["order of the leaves"]),
         ((*BODY, "page"), 64, ["page", "64", "32"]),
-        ((*BODY, "heads"), 2, ["heads", "2", "4"]),
-        ((*BODY, "closed"), False, ["closed"]),
+        ((*BODY, "heads"), 2, ["no part of a cache"]),
+        ((*BODY, "closed"), True, ["closed", "pool"]),
+        ((*GROUP, "pooled"), None, ["pooled", "None", "0"]),
+        ((*GROUP, "pooled"), 1, ["pooled", "1", "0"]),
+        (POOL, None, ["order of the leaves"]),
+        ((*POOL, "page"), 64, ["page", "64", "32"]),
+        ((*POOL, "most"), 0, ["most", "0"]),
+        ((*POOL, "most"), 2**20, ["most", str(2**20)]),
+        ((*POOL, "type"), "Slots", ["Slots", "no part of a cache"]),
         ((*BODY, "closed"), 1, ["closed", "1", "bool"]),
         ((*BODY, "temperature"), 0.0, ["temperature", "0.0"]),
         (("leaves", 0, "offset"), 64, ["starts at byte"]),
@@ -186,7 +195,9 @@ def test_positions_that_lie_are_refused(saved):
     flat = jax.tree_util.tree_leaves_with_path(cache)
     for i, (at, _) in enumerate(flat):
         name, entry = jax.tree_util.keystr(at), header["leaves"][i]
-        if not name.endswith((".pos", ".owner", ".base", ".seen", ".edge", ".high")):
+        if not name.endswith(
+            (".pos", ".owner", ".first", ".count", ".base", ".seen", ".edge", ".high")
+        ):
             continue
         start, stop = entry["offset"], entry["offset"] + entry["bytes"]
         bad = data[:start] + b"\x7f" * (stop - start) + data[stop:]

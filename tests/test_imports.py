@@ -13,7 +13,7 @@ absorb_long abstract_cache append cache_specs compress condense decode edit exte
 init_cache insert join load load_cache look nbytes prefill recipe recipes reset save_cache select
 split_floats step truncate
 Cache CacheRecipe Generation InputError Model ModelConfig Rules Tokens
-NAN OVERFLOW RULES UNDERFLOW
+NAN OVERFLOW RULES TRIMMED UNDERFLOW
 """.split()
 
 # From the outside in. A module imports from its own line and from lines below it, no other.
@@ -21,18 +21,21 @@ LAYERS = [
     ("__main__", "cli"),
     ("commands", "compare", "demo"),
     ("generate",),
-    ("reuse",),
-    ("api", "checkpoint", "decode"),
+    ("calibrate", "parallel", "reuse"),
+    ("api", "checkpoint", "decode", "tables"),
+    ("finch", "observing"),
+    ("repeating",),
     ("model",),
     ("inputs",),
     ("cache", "data", "leaf_file", "models", "sampling", "sharding"),
-    ("budgets", "codecs", "scorers"),
+    ("budgets", "codecs", "reducers", "scorers"),
+    ("evidence",),
     ("attention", "layers", "params"),
     ("config", "errors", "shapes", "struct"),
 ]
 METHODS = ("budgets", "codecs", "scorers", "selectors", "reducers")
 UPWARD = {  # pure functions of arrays, which budgets share with condense
-    ("kvjax.budgets", "kvjax.cache.select"),
+    ("kvjax.budgets.best", "kvjax.cache.select"),
 }
 
 

@@ -18,7 +18,7 @@ from cases import (
     Case,
     arrivals,
     assert_same,
-    by_owner,
+    by_head,
     compiled,
     entries,
     every,
@@ -36,6 +36,7 @@ from cases import (
 )
 
 import kvjax
+from kvjax.cache.recipes import REST
 
 
 @every
@@ -46,7 +47,8 @@ def test_shape_and_donation(case):
     new = random_tokens(DRAFT, "new", config=case.config)
     logits, seen = look(model(case.config).params, case.config, cache, random_ids(DRAFT))
     assert logits.shape == (ROWS, DRAFT, PLAIN.vocab)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), seen) == jax.tree.map(
+    only = seen.replace(evidence=())  # a scorer that streams has its own
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), only) == jax.tree.map(
         lambda x: (x.shape, x.dtype), new
     )
     long = random_tokens(PIECE, "new", config=case.config)
@@ -64,43 +66,66 @@ def test_arrivals(case):
     """Slots know their tokens: unique in a head, ascending once condensed, as many as declared."""
     cache = filled(case)
     edge = [n - case.recipe.window if case.recipe.store else 0 for n in LENGTHS]
-    if case.recipe.name == "streaming_llm":  # 24 entries, 4 of them sinks, whatever the length
+    if case.recipe.window == REST:  # 24 entries, 4 of them sinks, whatever the length
         edge = [max(n - 20, 0) for n in LENGTHS]
     assert np.asarray(cache.edge).tolist() == edge
     assert np.asarray(cache.seen).tolist() == list(LENGTHS)
-    whole, total = case.recipe.choice is None, {}
     for group in cache.groups:
-        tail, bodies = arrivals(cache, group)
+        tail = arrivals(cache, group)[0]
         for row, n in enumerate(LENGTHS):
-            low = n - case.recipe.window if group.bodies else 0
-            low = edge[row] if group.bodies else low
+            low = 0 if group.keeps_all else edge[row]
             low = max(0, n - group.window + 1) if group.window else low
             held = tail[row][tail[row] >= 0]
             assert sorted(held) == list(range(low, n))
             assert all(p % len(tail[row]) == s for s, p in enumerate(tail[row]) if p >= 0)
-        for body, pos in zip(group.bodies, bodies, strict=True):
-            for at in np.ndindex(pos.shape[:3]):
-                for flat in _by_head(body, pos, at):
-                    kept = flat[flat >= 0]
-                    assert len(set(kept.tolist())) == len(kept)
-                    assert (kept < edge[at[1]]).all()
-                    if case.after:
-                        assert (np.diff(kept) > 0).all()
-                    total[at[:2]] = total.get(at[:2], 0) + len(kept)
-                    if case.recipe.choice and case.recipe.choice.sinks:
-                        sinks = range(min(case.recipe.choice.sinks, edge[at[1]]))
-                        assert set(sinks) <= set(kept.tolist())
-    for (_, row), count in total.items():  # keep = 0.5, both heads together
-        n = LENGTHS[row]
-        per = n if whole else round(0.5 * (n if case.after else MAX))
-        window = n - edge[row]
-        assert count == 2 * min(edge[row], per - min(window, per)), (row, count)
+    total = {}
+    for (layer, row, head), kept in _stored(cache).items():
+        assert len(set(kept)) == len(kept) and all(p < edge[row] for p in kept)
+        assert not case.after or kept == sorted(kept)
+        if case.recipe.choice:
+            assert {*range(min(case.recipe.choice.sinks, edge[row]))} <= {*kept}
+        total[row, layer, head] = len(kept)
+    layers = sorted({layer for _, layer, _ in total})
+    for row, n in enumerate(LENGTHS):
+        if total:
+            got = np.array([[total[row, layer, head] for head in range(2)] for layer in layers])
+            _as_declared(case, got, n, edge[row])
 
 
-def _by_head(body, pos, at):
-    if body.owner is None:
-        return [pos[at].ravel()]
-    return [h.ravel() for h in by_owner(pos[at], np.asarray(body.owner)[at], body)]
+def _stored(cache):
+    """{(layer, row, head): arrivals in bodies and pool, in order of their slots}."""
+    made, full = {}, [i for g in cache.groups if not g.window for i in range(g.start, g.stop)]
+    for group in cache.groups:
+        for body, pos in zip(group.bodies, arrivals(cache, group)[1], strict=True):
+            if pos is None or body.plain:  # what stands for tokens that were dropped
+                continue
+            for layer, row, head in np.ndindex(pos.shape[:3]):
+                mine = pos[layer, row, head].ravel()
+                at = (group.start + layer, row, head)
+                made[at] = made.get(at, []) + mine[mine >= 0].tolist()
+    for (layer, row, head), mine in by_head(cache).items():
+        at = (full[layer], row, head)
+        made[at] = mine + made.get(at, [])
+    return made
+
+
+def _as_declared(case, got, n, edge):
+    """Entries got [l heads] of a row of n tokens are what the budget gives."""
+    choice, window, keep = case.recipe.choice, n - edge, case.recipe.keep
+    per = n if choice is None else round(keep * (n if case.after else MAX))
+    each = min(edge, per - min(window, per))
+    budget = choice.budget.name if choice else "uniform"
+    if budget == "model":
+        assert got.sum() == round(keep * n * got.size) - window * got.size
+    elif budget == "pooled":
+        assert got.sum(axis=1).tolist() == [2 * each] * len(got)
+    elif budget == "pyramid":  # from a twentieth of 8 or 5 to what the mean leaves: 15.6 or 9.75
+        assert got.tolist() == {8: [[16, 16], [0, 0]], 5: [[10, 10], [0, 0]]}[each]
+    elif budget in ("heads", "labelled"):  # some whole, the others alike
+        rest = {*got.ravel().tolist()} - {edge}
+        assert len(rest) == 1 and got.sum() <= round(keep * n * got.size) - window * got.size
+    else:
+        assert got.tolist() == [[each, each]] * len(got)
 
 
 @every
@@ -178,7 +203,7 @@ def test_body_overflow_is_flagged():
     assert np.asarray(cache.flags).tolist() == [kvjax.OVERFLOW, 0]
 
 
-@pytest.mark.parametrize("name", ["int8", "key_norm during int8,raw", "ada_snapkv"])
+@pytest.mark.parametrize("name", ["int8", "key_norm during int8,raw", "ada_snapkv", "kvzip int8"])
 def test_serving(name):
     """insert, select and reset move whole conversations and touch no other row."""
     case = CASES[name]
@@ -206,8 +231,13 @@ BYTES = {  # per layer and row, by hand: floats of 4 bytes, d = 16, 2 kv heads, 
     # of 25, rounded up to 26: 13 less 4, in pages of 4: 12 slots; tail: window 4, lookahead 3, and
     # the 30 later tokens of the shorter row, in eights: 40
     "key_norm": 2 * 40 * 128 + 2 * 12 * (128 + 2) + 4,
-    # the pool: 9 slots a head, 18 in all: 5 pages and one more for each head, each with an owner
-    "ada_snapkv": 2 * 40 * 128 + 7 * (4 * (128 + 2) + 1) + 4,
+    # half of the pool of two layers: 9 slots a head, 36 in all, and 4 heads that may each leave 3
+    # unfilled: 12 pages of 4, each with an owner of 2 bytes; first page and pages of each layer
+    "ada_snapkv": 2 * 40 * 128 + 6 * (4 * (128 + 2) + 2) + 2 * 4,
+    # of 26 * 4 entries half, less 4 windows of 4: 36, as above
+    "kvzip": 2 * 40 * 128 + 6 * (4 * (128 + 2) + 2) + 2 * 4,
+    # and a body for the 30 later tokens and the window, in pages of 4: 36 slots; a tail of 11
+    "kvzip int8": 2 * 11 * 128 + 6 * (4 * (40 + 2) + 2) + 2 * 4 + 2 * 36 * 2 * (16 + 4) + 4,
 }
 
 
@@ -222,7 +252,8 @@ def test_metadata_does_not_eat_the_saving(name):
     """At real sizes (head dim 64, 8,192 tokens, default pages) metadata are at most 15% more."""
     config = dataclasses.replace(PLAIN, head_dim=64, dtype="bfloat16")
     cache = kvjax.abstract_cache(config, kvjax.recipe(name), 1, 8192)
-    for body in (b for g in cache.groups for b in g.bodies):
+    bodies = [b for g in cache.groups for b in g.bodies] + [cache.pool]
+    for body in (b for b in bodies if hasattr(b, "codes")):  # not a state
         codes, whole = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(t))
                         for t in (body.codes, body))  # fmt: skip
         assert whole - codes <= 0.15 * codes

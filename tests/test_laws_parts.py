@@ -22,6 +22,7 @@ from cases import (
     feed,
     filled,
     generator,
+    in_pool,
     look,
     model,
     random_ids,
@@ -126,35 +127,47 @@ def test_mass(t, s, rows):
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
-def attend(layer, query, at, recipe, rope):
+def attend(layer, query, at, recipe, rope, pooled=None):
     """Attention of one layer to all its memory."""
-    return cache_parts.merge_all(cache_parts.attend(layer, query, at, recipe, rope)[0])
+    pieces = cache_parts.attend(layer, query, at, recipe, rope, pooled=pooled)[0]
+    return cache_parts.merge_all(pieces)
 
 
-@pytest.mark.parametrize("name", ["ada_snapkv", "key_norm during", "int8,raw"])
+BODIES = ["ada_snapkv", "key_norm during", "int8,raw", "twice kvzip"]
+
+
+@pytest.mark.parametrize("name", [*BODIES, pytest.param("kvzip int8", marks=pytest.mark.full)])
 def test_attention_of_a_body(name):
-    """Attention to bodies (pools of owned pages too) and tail is dense, to their entries."""
+    """Attention to bodies, the pool of owned pages and the tail is dense, to their entries."""
     case = CASES[name]
     cache = filled(case)
     q = generator("q", name).normal(size=(ROWS, DRAFT, N * G, D)).astype(np.float32)
     at = np.asarray(cache.seen)[:, None] + np.arange(DRAFT, dtype=np.int32)
-    (group,) = cache.groups
-    tail, (pos,) = arrivals(cache, group)
-    (body,), pair = group.bodies, codecs.pair(case.recipe.store)
-    read = [np.asarray(x) for x in pair.decode(body.codes, jnp.float32)]  # [l b r p s d]
-    layer = jax.tree.map(lambda x: x[1], group)
+    group, pair = cache.groups[-1], codecs.pair(case.recipe.store)
+    decode = lambda body: [np.asarray(x) for x in pair.decode(body.codes, jnp.float32)]  # noqa: E731
+    tail, bodies = arrivals(cache, group)
+    last, pooled, held = group.stop - group.start - 1, None, []
+    for body, pos in zip(group.bodies, bodies, strict=True):  # k, v, and who sees them [b n p s]
+        k, v = (x[last] for x in decode(body))
+        held.append((k, v, pos[last] >= 0))
+    if group.pooled is not None:
+        mine = group.pooled + last
+        pooled = (cache.pool, cache.pool.first[mine], cache.pool.count[mine])
+        layer, owner, pos = in_pool(cache)
+        see = (owner == np.arange(N)[:, None, None]) & (layer == mine)  # [n b p]
+        see = (see[..., None] & (pos >= 0)).swapaxes(0, 1)
+        wide = lambda x: np.broadcast_to(x[0], (ROWS, N, *x.shape[3:]))  # noqa: E731
+        held.append((*map(wide, decode(cache.pool)), see))
+    ring = [np.asarray(x)[last] for x in (group.tail.k, group.tail.v)]
+    held.append((*ring, np.broadcast_to(tail[:, None] >= 0, ring[0].shape[:3])))
+    one = jax.tree.map(lambda x: x[last], group)
     query = Query(jnp.asarray(q), jnp.asarray(at), SCALE)
-    got, lse = attend(layer, query, cache_parts.places(cache, group), case.recipe, Rope())
+    got, lse = attend(one, query, cache_parts.places(cache, group), case.recipe, Rope(), pooled)
     for b, h in np.ndindex(ROWS, N * G):
         n = h // G
-        mine = pos[1, b, 0] if body.owner is not None else pos[1, b, n]
-        if body.owner is not None:
-            mine = np.where(np.asarray(body.owner)[1, b, 0][:, None] == n, mine, -1)
-        r = 0 if body.owner is not None else n
-        k, v = (np.concatenate([x[1, b, r].reshape(-1, D), np.asarray(ring)[1, b, n]])
-                for x, ring in zip(read, (group.tail.k, group.tail.v), strict=True))  # fmt: skip
-        held = np.concatenate([mine.ravel(), tail[b]]) >= 0
-        want, total = dense(q[b, :, h], k, v, np.tile(held, (DRAFT, 1)), SCALE)
+        k, v = (np.concatenate([x[i][b, n].reshape(-1, D) for x in held]) for i in range(2))
+        see = np.concatenate([x[2][b, n].ravel() for x in held])
+        want, total = dense(q[b, :, h], k, v, np.tile(see, (DRAFT, 1)), SCALE)
         np.testing.assert_allclose(got[b, :, h], want, rtol=F32, atol=F32)
         np.testing.assert_allclose(lse[b, :, h], total, rtol=F32, atol=F32)
 

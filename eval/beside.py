@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from kvjax.cache import init, recipes, spelling
+from kvjax.cache import recipes, sizes, spelling
 from kvjax.config import CacheRecipe
 from kvjax.eval import keys, peers, rows, where
 from kvjax.eval.items import Ask, Item
 from kvjax.eval.score import Heard
 
-LAYOUT = "when page positions stride lookahead chunk slots count fold".split()
+LAYOUT = "when page positions stride lookahead chunk slots count fold reduce scorer budget".split()
 
 
 def scripts(peer: str) -> list[str]:
@@ -84,7 +84,7 @@ def _kept(word: str, known: dict[str, CacheRecipe], length: int) -> int | None:
     if recipe is None:
         keep = spelling.split(word, "keep")[1].get("keep")
         return None if keep is None else max(round(keep * length), 1)
-    return init.kept(spelling.budgeted(recipe, length), length)
+    return sizes.kept(spelling.budgeted(recipe, length), length)
 
 
 def _told(word: str, known: dict[str, CacheRecipe]) -> dict:

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 
 import kvjax
+from kvjax import tables
 from kvjax.api import Model
 from kvjax.cache import init, spelling
 from kvjax.cache.recipes import resolve
@@ -51,7 +52,11 @@ def job(todo: Plan, label: str, given, unofficial: bool) -> Job:
     elif todo.peers:
         raise InputError("peers read weights from a file; give the model by its name or path")
     this = [json.dumps(identity(given), sort_keys=True), *(["aware"] if todo.query_aware else [])]
-    codes = {name: keys.digest([*this, keys.code_of(r)]) for name, r in todo.recipes.items()}
+    for recipe in todo.recipes.values():
+        if said := None if todo.query_aware else tables.missing(recipe, given.tables):
+            raise InputError(said)
+    codes = {name: keys.digest([*this, keys.code_of(r), keys.content(given.tables.get(r.name))])
+             for name, r in todo.recipes.items()}  # fmt: skip
     codes["exact"] = keys.digest([this[0], keys.code_of(todo.recipes["exact"])])
     for peer, words in todo.peers.items():
         for word in words:

@@ -10,15 +10,21 @@ import sys
 from collections.abc import Iterable
 from types import ModuleType
 
-from kvjax import budgets, codecs, scorers
+import jax
+import numpy as np
+
+from kvjax import budgets, codecs, reducers, scorers
 from kvjax.config import CacheRecipe, to_json
 
 # What every figure depends on. Tables and methods are not here: a new one changes no old result.
 CORE = (
-    "kvjax.api kvjax.attention kvjax.compare kvjax.decode kvjax.generate kvjax.inputs kvjax.layers "
-    "kvjax.model kvjax.models.tokenizer kvjax.params kvjax.sampling kvjax.scorers.seen "
-    "kvjax.shapes kvjax.cache.absorb kvjax.cache.cache kvjax.cache.condense kvjax.cache.evidence "
-    "kvjax.cache.init kvjax.cache.ops kvjax.cache.positions kvjax.cache.select kvjax.cache.slots "
+    "kvjax.api kvjax.attention kvjax.budgets.ask kvjax.budgets.best "
+    "kvjax.compare kvjax.decode kvjax.evidence kvjax.generate "
+    "kvjax.inputs kvjax.layers kvjax.model kvjax.models.tokenizer kvjax.observing kvjax.params "
+    "kvjax.repeating kvjax.sampling kvjax.scorers.seen kvjax.scorers.smoothing kvjax.shapes "
+    "kvjax.cache.absorb "
+    "kvjax.cache.cache kvjax.cache.condense kvjax.cache.init kvjax.cache.ops kvjax.cache.pool "
+    "kvjax.cache.positions kvjax.cache.select kvjax.cache.sizes kvjax.cache.slots "
     "kvjax.cache.spelling kvjax.cache.state kvjax.cache.write kvjax.eval.one kvjax.eval.score "
     "kvjax.eval.rows kvjax.eval.grades kvjax.eval.sandbox"
 ).split()
@@ -28,6 +34,12 @@ def code_of(recipe: CacheRecipe) -> str:
     """Twelve hex digits for the code behind a result of `recipe`."""
     modules = {*CORE, *_method_modules(recipe)}
     return digest([to_json(recipe), *(_source(name) for name in sorted(modules))])
+
+
+def content(tables) -> str:
+    """Hex digits of arrays in dicts, such as the tables of a recipe; empty for none."""
+    leaves = jax.tree_util.tree_leaves_with_path(tables)
+    return digest(f"{at}{np.asarray(x).tobytes().hex()}" for at, x in leaves) if leaves else ""
 
 
 def peer_code(told: dict, scripts: Iterable[str], packages: Iterable[str]) -> str:
@@ -52,6 +64,8 @@ def _method_modules(recipe: CacheRecipe) -> set[str]:
     if recipe.choice is not None:
         found.add(type(scorers.build(recipe.choice.scorer)).__module__)
         found.add(type(budgets.build(recipe.choice.budget)).__module__)
+    if recipe.reducer is not None:
+        found.add(type(reducers.build(recipe.reducer)).__module__)
     return found
 
 

@@ -96,6 +96,7 @@ def _item(todo: Plan, job: Job, name: str, i: int, missing: list[str], book: Led
         jax.block_until_ready(exact)
     with timed() as scored:
         heard, truths = score.listen(model, exact, item)
+    seen = one.Seen()
     for label in missing:
         if label == "exact":
             recent = one.recent(model, item, room) if item.recent else None
@@ -107,7 +108,9 @@ def _item(todo: Plan, job: Job, name: str, i: int, missing: list[str], book: Led
             if todo.query_aware:
                 got, cache, spans = one.aware(model, exact, ids, recipe, room, item, truths)
             else:
-                got, cache, spans = one.agnostic(model, exact, ids, recipe, room, item, truths)
+                got, cache, spans = one.agnostic(
+                    model, exact, ids, recipe, room, item, truths, seen
+                )
             row = rows.row(item, got, model.tokenizer, masks)
         times = {k: vars(v) for k, v in spans.items()}
         times |= {"decode": one.decode(model, cache, item)} if timing else {}

@@ -139,7 +139,7 @@ def show(head: dict, table_rows: list[dict], console: Console) -> None:
         table.add_row(*map(str, _cells_of(row)))
     console.print(table)
     console.print(
-        f"{hardware['cpu']}, {len(hardware['cores'])} cores: "
+        f"{hardware['cpu']}, {hardware['cores']} cores: "
         f"{machine['bytes_per_s'] / 1e9:.1f} GB/s, {machine['flops_per_s'] / 1e9:.0f} Gflop/s "
         "measured here. Bound: the share that was reached of what bandwidth or arithmetic alone "
         "would allow; of peak memory, the share that is weights.",

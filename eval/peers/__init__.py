@@ -37,7 +37,8 @@ PEERS = {
     "transformers": Peer("turn.py", _SPEED, "peer-transformers"),
     "kvpress": Peer(
         "kvpress_quality.py", _QUALITY, "peer-quality",
-        ("streaming_llm", "key_norm", "snapkv", "ada_snapkv"),
+        ("streaming_llm", "key_norm", "snapkv", "ada_snapkv", "pyramidkv", "tova", "keydiff",
+         "expected_attention", "ada_expected", "chunkkv", "kvzip"),
     ),
     "hf-quant": Peer("hf_quality.py", _QUALITY, "peer-quality", ("int8",)),
 }  # fmt: skip

@@ -40,6 +40,14 @@ def _streaming(o, ratio):
     return kvpress.KeyRerotationPress(kvpress.StreamingLLMPress(ratio, n_sink=o["sinks"]))
 
 
+def _expected(o, ratio):
+    return kvpress.ExpectedAttentionPress(
+        ratio, n_future_positions=o["future"], n_sink=o["sinks"], use_covariance=o["covariance"],
+        use_vnorm=o["value_norm"], epsilon=o["epsilon"],
+    )  # fmt: skip
+
+
+EXPECTED = {"sinks": 4, "future": 512, "covariance": True, "value_norm": True, "epsilon": 0.0}
 SNAP = {"window": 64, "kernel": 5}
 SCORED = {"window": 0, "sinks": 0}
 POOLED = {"pool": "avg", "reduce": "mean", "sinks": 0}
@@ -52,18 +60,28 @@ PRESSES = {
         SNAP | {"alpha": 0.2}, POOLED, spread="layer",
     ),
     "kvzip": Press(
-        lambda o, ratio: kvpress.KVzipPress(ratio, n_sink=o["sinks"]), {"sinks": 4}, spread="all"
+        lambda o, ratio: kvpress.KVzipPress(
+            ratio, n_sink=o["sinks"], chunk_size=o["part"], kvzip_plus_normalization=o["plus"]
+        ),
+        {"sinks": 4, "part": 2048, "plus": False}, {"window": 0, "first": 0}, spread="all",
     ),
-    "expected_attention": Press(
-        lambda o, ratio: kvpress.ExpectedAttentionPress(ratio, n_sink=o["sinks"]), {"sinks": 4}
+    "expected_attention": Press(_expected, EXPECTED, {"window": 0, "first": 4}),
+    "ada_expected": Press(
+        lambda o, ratio: kvpress.AdaKVPress(_expected(o, ratio), alpha_safeguard=o["alpha"]),
+        EXPECTED | {"epsilon": 0.01, "alpha": 0.2}, {"window": 0, "first": 4, "floor": "beyond"},
+        spread="layer",
     ),
-    "tova": Press(lambda o, ratio: kvpress.TOVAPress(ratio), {}, SCORED),
+    "tova": Press(lambda o, ratio: kvpress.TOVAPress(ratio), {}, {"window": 1, "sinks": 0}),
     "keydiff": Press(lambda o, ratio: kvpress.KeyDiffPress(ratio), {}, SCORED),
     "pyramidkv": Press(
         lambda o, ratio: kvpress.PyramidKVPress(
             ratio, window_size=o["window"], kernel_size=o["kernel"], beta=o["beta"]
         ),
-        SNAP | {"beta": 20}, POOLED, spread="near",
+        SNAP | {"beta": 20}, POOLED | {"steps": "exact"}, spread="near",
+    ),
+    "chunkkv": Press(
+        lambda o, ratio: kvpress.ChunkKVPress(_snapkv(o, ratio), chunk_length=o["size"]),
+        SNAP | {"size": 20}, POOLED | {"reuse": 1}, spread="near",
     ),
     "random": Press(lambda o, ratio: kvpress.RandomPress(ratio), {"seed": 0}, SCORED),
 }  # fmt: skip

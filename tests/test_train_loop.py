@@ -279,7 +279,7 @@ def test_what_is_no_number_stops_the_run_and_saves_first(tmp_path):
         run(source=poisoned)
 
 
-def test_an_interrupt_saves_and_the_same_call_goes_on(whole, tmp_path):
+def test_an_interrupt_saves_and_the_same_call_goes_on(whole, tmp_path, request):
     done, _ = whole
 
     def pressed(step):
@@ -287,6 +287,9 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(whole, tmp_path):
             signal.raise_signal(signal.SIGINT)
         return batches(step)
 
+    # a shell that starts this in the background has it ignore interrupts
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     rarely = dataclasses.replace(CONFIG, save_every=100)
     with pytest.raises(KeyboardInterrupt, match="after 5 updates is saved in .*/5; .*goes on"):
         run(tmp_path / "run", rarely, pressed)

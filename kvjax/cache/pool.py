@@ -52,9 +52,9 @@ def empty(recipe: CacheRecipe, pages: int, most: int, layers: int, batch: int, d
     x = jnp.zeros((*lead, page, d), dtype)
     codes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(pair.encode, x, x))
     pos = pack_pos(jnp.full((*lead, page), -1, jnp.int32), kind)
-    zero = jnp.zeros((layers, batch), jnp.int32)
+    zero = lambda: jnp.zeros((layers, batch), jnp.int32)  # noqa: E731  # a buffer each: donated
     owner = jnp.full(lead, -1, jnp.int16)
-    return Pool(codes, pos, owner, zero, zero, page=page, most=min(most, pages))
+    return Pool(codes, pos, owner, zero(), zero(), page=page, most=min(most, pages))
 
 
 def plan(keep, pool: Pool):

@@ -104,6 +104,7 @@ def test_gates_of_one_change_nothing_nor_do_those_of_window_layers(config):
     assert abs(moved - want)[0, -1].max() > 1e-2
 
 
+@pytest.mark.full
 def test_recipe_is_what_the_gates_were_trained_for():
     """One layer: the next token after condensing sees sinks, window and itself, as in training."""
     params, ids = params_of(ONE), random_ids(40, "deploy", rows=1)

@@ -96,8 +96,7 @@ def keep_of(method, text, index, ids):
 
 
 QUICK = (
-    "snapkv", "pyramidkv_16", "tova", "knorm", "expected_attention", "keydiff", "streaming_llm",
-    "chunkkv_snapkv", "adakv_snapkv", "kvzip_256",
+    "pyramidkv_16", "expected_attention", "keydiff", "chunkkv_snapkv", "adakv_snapkv", "kvzip_256",
 )  # fmt: skip
 CASES = [
     pytest.param(m, t, marks=() if (m in QUICK and t == "short") else (pytest.mark.full,))

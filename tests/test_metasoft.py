@@ -157,6 +157,7 @@ def test_flow_against_float64(monkeypatch, block):
     np.testing.assert_array_equal(none, v)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config,budget", [(HYBRID, "uniform"), (TWICE, "model")], ids=["bodies", "pool"]
 )
@@ -274,6 +275,7 @@ def test_basis_becomes_orthonormal():
     np.testing.assert_allclose(probes.orthonormal(jnp.asarray(basis)), basis, atol=1e-6)
 
 
+@pytest.mark.full
 def test_training_lowers_the_loss_and_its_tables_work(tmp_path):
     """A tiny run, on the mean of the loss over sampled rows; the model and the size stay."""
     whole = dataclasses.replace(model(), tables={})

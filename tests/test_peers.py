@@ -164,7 +164,7 @@ def checks(python, ids, tmp_path_factory):
 
 def test_one_reading_serves_every_press_and_codec(checks):
     """Bit for bit what a press makes of a context that is read for it alone."""
-    assert len(checks) == 13 and all(said["same"] for said in checks.values())
+    assert len(checks) == 15 and all(said["same"] for said in checks.values())
 
 
 def test_new_tokens_see_what_is_before_them_and_no_more(checks):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import InputError
+from kvjax.lines import append
 
 FORMAT = 1
 
@@ -82,14 +83,9 @@ class Log:
                 f"a score of {at} is no number ({error}); nothing was written"
             ) from None
         if self._stream is not None:
-            before = os.fstat(self._stream).st_size
             try:
-                written = 0
-                while written < len(data):
-                    written += os.write(self._stream, data[written:])
+                append(self._stream, data)
             except OSError as error:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._stream, before)
                 raise InputError(
                     f"cannot write {self.path}: {error.strerror}; its rows so far are whole: make "
                     "room and give the same command again to go on"

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 import kvjax
-from kvjax import tables
+from kvjax import scorers, tables
 from kvjax.api import Model
 from kvjax.cache import init, spelling
 from kvjax.cache.recipes import resolve
@@ -53,7 +53,8 @@ def job(todo: Plan, label: str, given, unofficial: bool) -> Job:
         raise InputError("peers read weights from a file; give the model by its name or path")
     this = [json.dumps(identity(given), sort_keys=True), *(["aware"] if todo.query_aware else [])]
     for recipe in todo.recipes.values():
-        if said := None if todo.query_aware else tables.missing(recipe, given.tables):
+        asks = todo.query_aware and scorers.reads(recipe.choice) == "question"
+        if said := None if asks else tables.missing(recipe, given.tables):
             raise InputError(said)
     codes = {name: keys.digest([*this, keys.code_of(r), keys.content(given.tables.get(r.name))])
              for name, r in todo.recipes.items()}  # fmt: skip

@@ -61,7 +61,7 @@ def load_cache(
     """
     name = Path(path).name
     fields, leaves = leaf_file.read_header(path)
-    _same_model(name, fields.get("model"), identity(model))
+    same_model(name, fields.get("model"), identity(model))
     try:
         treedef = _treedef(fields.get("cache"), [x.name for x in leaves])
         cache = treedef.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
@@ -135,7 +135,7 @@ def _rows(x):
     return x[:: max(1, x.shape[0] // 256)]
 
 
-def _same_model(name, saved, mine):
+def same_model(name, saved, mine):
     saved = saved if isinstance(saved, dict) else {}
     for part in ("config", "weights"):
         found = _difference(saved.get(part), mine[part], part)

@@ -1,6 +1,7 @@
 """The `kvjax` command: its parser, and one sentence with exit code 2 for bad input."""
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -174,6 +175,9 @@ def _train(parser):
     parser.add_argument("--force", action="store_true", help="replace the file")
 
     def train(args):
+        lacking = [n for n in ("optax", "orbax") if importlib.util.find_spec(n) is None]
+        if lacking:
+            raise InputError(f"training needs {lacking[0]}: pip install 'kvjax[train]'")
         from kvjax.train import command  # pyright: ignore[reportMissingImports]
 
         return command.main(args)

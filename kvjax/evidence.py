@@ -15,7 +15,6 @@ from einops import reduce
 
 from kvjax import struct
 from kvjax.attention import WHOLE, Query, mass
-from kvjax.config import Rope
 from kvjax.shapes import Array, Float, Int
 
 
@@ -42,7 +41,6 @@ class Looked:
     here: Float[Array, "b n t d"]  # keys of the new tokens, rotated
     lse: Float[Array, "b t h"]  # total, over all memory
     hidden: Float[Array, "b t m"]  # input of the attention, after its norm
-    rope: Rope = struct.static(Rope())
     tables: Any = None  # of this layer
     use: Callable = struct.field(pytree_node=False, default=lambda f: f(None))  # use(f) is f(block)
     bodies: tuple[Stored | None, ...] = ()  # of a cache that streams; None for a state
@@ -64,7 +62,7 @@ class Looked:
 class Mass:
     """Attention that each slot gets from the new queries, the new tokens' own slots included.
 
-    {"sums": [b h c]}, over the queries that were looked at; of the last of each row only, if so.
+    {"sums": [b h c]}, over the queries that were looked at.
     """
 
     def __call__(self, looked: Looked):

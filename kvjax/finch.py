@@ -153,7 +153,7 @@ def _chunk(
     arrival = jnp.where(slot < held[:, None, None], arrival, fresh[:, None])
     _, looked = observe(params, config, cache, asked, watcher(recipe), count=asks, logits="none")
     window = jnp.minimum(recipe.window, want)
-    keep = condense.chosen(cache, looked.evidence, want, want - window, config, recipe)
+    keep, _ = condense.chosen(cache, looked.evidence, want, want - window, config, recipe)
     newest = (slot >= (cache.seen - window)[:, None]) & (slot < cache.seen[:, None])
     groups, where = [], []
     for group, mask in zip(cache.groups, keep, strict=True):

@@ -164,7 +164,7 @@ def _layer(config, kind, use, x, pos, turn, at, recipe, mine, observer):
             if observer is None:
                 bodies = readable(memory, at, recipe, kind.rope, q.dtype, tables)
             seen = along(
-                Looked(query, plain, *tail, at.pos, k, out[1], y, kind.rope, tables, use,
+                Looked(query, plain, *tail, at.pos, k, out[1], y, tables, use,
                        bodies, memory.tail.stat, stat.apart(recipe, x.shape[1]))
             )  # fmt: skip
     return use(functools.partial(_close, config), x, out[0].astype(x.dtype)), (stored, v, seen)

@@ -221,7 +221,7 @@ def _shrunk(model, cache, evidence, lengths, plan: Plan) -> Cache:
     counts, wants = sizes.counts(recipe, lengths), sizes.wants(config, recipe, lengths)
     room = sizes.sizes(config, recipe, [cache.max_length], 1)
     with _mesh(model):
-        keep = condense.chosen(cache, evidence, counts, wants, config, recipe)
+        keep, _ = condense.chosen(cache, evidence, counts, wants, config, recipe)
         if plan.zone is not None:
             keep = _unbiased(keep, evidence, cache, plan)
         return condense.packed(cache, keep, jnp.asarray(counts), config, recipe, room)

@@ -146,3 +146,17 @@ def local(fn, cache, new, count, tables=None, *, agree=False):
     return jax.shard_map(
         run, in_specs=(specs, new_specs, row, table_specs), out_specs=specs, check_vma=False
     )(cache, new, count, tables)
+
+
+def by_rows(fn, *args):
+    """Runs `fn(*args)`, all of whose arrays have the batch leading, on the rows of each shard.
+
+    Without a mesh that shards the batch, or inside a caller's own shard_map, it is a call.
+    """
+    mesh, axis = jax.sharding.get_abstract_mesh(), RULES.batch
+    width = 1 if mesh.empty else dict(mesh.shape).get(axis, 1)
+    if width == 1 or mesh.manual_axes or jax.tree.leaves(args)[0].shape[0] % width:
+        return fn(*args)
+    assert axis is not None
+    run = jax.shard_map(fn, in_specs=P(axis), out_specs=P(axis), axis_names={axis}, check_vma=False)
+    return run(*args)

@@ -1,6 +1,7 @@
 """Tables of a model in a file: what was trained or calibrated for it."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from kvjax import leaf_file
 from kvjax.cache.recipes import RECIPES
-from kvjax.checkpoint import _same_model, identity
+from kvjax.checkpoint import identity, same_model
 from kvjax.config import CacheRecipe
 from kvjax.errors import InputError
 from kvjax.models import fetch
@@ -36,7 +37,7 @@ def load_tables(path: str | os.PathLike[str], model: Any) -> dict[str, Any]:
     fields, leaves = leaf_file.read_header(path)
     if fields.get("tables") != 1:
         raise InputError(f"{name} holds no tables")
-    _same_model(name, fields.get("model"), identity(model))
+    same_model(name, fields.get("model"), identity(model))
     made: dict[str, Any] = {}
     for leaf, value in zip(leaves, leaf_file.read_leaves(path, leaves), strict=True):
         *folders, last = leaf.name.split("/")
@@ -53,8 +54,21 @@ def folder(model: str | os.PathLike[str]) -> Path:
 
 
 def found(name: str | os.PathLike[str], model: Any) -> dict[str, Any]:
-    """The tables by recipe that were trained for a model; InputError if one is of another."""
-    return {path.stem: load_tables(path, model) for path in sorted(folder(name).glob(f"*{END}"))}
+    """The tables by recipe that were trained for a model.
+
+    A file that is damaged or of another model, of weights of another dtype say, is left out with a
+    warning: only the recipe that needs it cannot be used.
+    """
+    made = {}
+    for path in sorted(folder(name).glob(f"*{END}")):
+        try:
+            made[path.stem] = load_tables(path, model)
+        except InputError as error:
+            warnings.warn(
+                f"{path} is left out: {error}; `kvjax train {path.stem} --force` makes it anew",
+                stacklevel=3,
+            )
+    return made
 
 
 def missing(recipe: CacheRecipe, tables: dict[str, Any]) -> str | None:

@@ -16,6 +16,7 @@ import pytest
 
 import kvjax
 from kvjax.cache import ops
+from kvjax.cache.pool import fold, unfold
 from kvjax.cache.recipes import RECIPES, REST, options_of
 from kvjax.cache.state import State
 from kvjax.config import CacheRecipe, LayerKind, ModelConfig, Rope
@@ -350,8 +351,17 @@ def overwrite(cache, rng=None):
         ring = group.tail.replace(k=fill(group.tail.k, empty), v=fill(group.tail.v, empty))
         made = map(filled_up, group.bodies, bodies)
         groups.append(group.replace(tail=ring, bodies=tuple(made)))
-    pool = cache.pool and filled_up(cache.pool, in_pool(cache)[2][None, :, None])
+    pool = cache.pool
+    if pool is not None:
+        codes, empty = pool_codes(cache), in_pool(cache)[2][None, :, None] < 0
+        pool = pool.replace(codes=fold(jax.tree.map(lambda x: fill(x, empty), codes)))
     return cache.replace(groups=tuple(groups), pool=pool)
+
+
+def pool_codes(cache):
+    """The codes of the pool, slot by slot: leaves [1 b 1 p s ...]."""
+    lead = cache.pool.owner.shape
+    return unfold(cache.pool.codes, cache.recipe, lead, cache.groups[0].tail.k.shape[-1])
 
 
 def assert_same(one, two, but=()):

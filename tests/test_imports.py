@@ -27,7 +27,7 @@ LAYERS = [
     ("repeating",),
     ("model",),
     ("inputs",),
-    ("cache", "data", "leaf_file", "models", "sampling", "sharding"),
+    ("cache", "data", "leaf_file", "lines", "models", "sampling", "sharding"),
     ("budgets", "codecs", "reducers", "scorers"),
     ("evidence",),
     ("attention", "layers", "params"),

@@ -129,7 +129,7 @@ def stays(tau, keep):
     wide = np.pad(scores, [(0, 0)] * 3 + [(0, MAX - scores.shape[-1])]).astype(np.float32)
     exact, evidence = prefill(kvjax.recipe("exact"))[1], ({"scores": jnp.asarray(wide)},)
     numbers = sizes.counts(recipe, LENGTHS), sizes.wants(PLAIN, recipe, LENGTHS)
-    return scores, np.asarray(chosen(exact, evidence, *numbers, PLAIN, recipe)[0])
+    return scores, np.asarray(chosen(exact, evidence, *numbers, PLAIN, recipe)[0][0])
 
 
 def test_thresholds_that_keep_all_and_nothing():
@@ -246,7 +246,7 @@ def test_targets_are_the_scores_of_kvzip_plus():
     recipe = kvjax.recipe("kvzip", plus=True, keep=0.5, sinks=0)
     seen = gather(one, exact, recipe, sizes.counts(recipe, [24]), ids, None)
     numbers = sizes.counts(recipe, [24]), sizes.wants(PLAIN, recipe, [24])
-    keep = np.asarray(chosen(exact, seen, *numbers, PLAIN, recipe)[0])[:, 0]
+    keep = np.asarray(chosen(exact, seen, *numbers, PLAIN, recipe)[0][0])[:, 0]
     assert keep.sum() == keep.size / 2 and score[keep].min() >= score[~keep].max()
     assert np.exp(score).max() > 1000 * kvzap.FLOOR
 

@@ -25,6 +25,7 @@ from cases import (
     in_pool,
     look,
     model,
+    pool_codes,
     random_ids,
     random_tokens,
     rope,
@@ -144,11 +145,11 @@ def test_attention_of_a_body(name):
     q = generator("q", name).normal(size=(ROWS, DRAFT, N * G, D)).astype(np.float32)
     at = np.asarray(cache.seen)[:, None] + np.arange(DRAFT, dtype=np.int32)
     group, pair = cache.groups[-1], codecs.pair(case.recipe.store)
-    decode = lambda body: [np.asarray(x) for x in pair.decode(body.codes, jnp.float32)]  # noqa: E731
+    decode = lambda codes: [np.asarray(x) for x in pair.decode(codes, jnp.float32)]  # noqa: E731
     tail, bodies = arrivals(cache, group)
     last, pooled, held = group.stop - group.start - 1, None, []
     for body, pos in zip(group.bodies, bodies, strict=True):  # k, v, and who sees them [b n p s]
-        k, v = (x[last] for x in decode(body))
+        k, v = (x[last] for x in decode(body.codes))
         held.append((k, v, pos[last] >= 0))
     if group.pooled is not None:
         mine = group.pooled + last
@@ -157,7 +158,7 @@ def test_attention_of_a_body(name):
         see = (owner == np.arange(N)[:, None, None]) & (layer == mine)  # [n b p]
         see = (see[..., None] & (pos >= 0)).swapaxes(0, 1)
         wide = lambda x: np.broadcast_to(x[0], (ROWS, N, *x.shape[3:]))  # noqa: E731
-        held.append((*map(wide, decode(cache.pool)), see))
+        held.append((*map(wide, decode(pool_codes(cache))), see))
     ring = [np.asarray(x)[last] for x in (group.tail.k, group.tail.v)]
     held.append((*ring, np.broadcast_to(tail[:, None] >= 0, ring[0].shape[:3])))
     one = jax.tree.map(lambda x: x[last], group)

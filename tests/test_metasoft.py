@@ -19,6 +19,7 @@ from cases import (
     generator,
     in_pool,
     model,
+    pool_codes,
     random_ids,
     random_probes,
     row_of,
@@ -208,7 +209,7 @@ def held(cache, group, depth, layer):
         at, v = arrivals(cache, cache.groups[group])[1][0][depth], np.asarray(body.codes[1][depth])
         return at.reshape(*at.shape[:2], -1), v.reshape(*v.shape[:2], -1, v.shape[-1])
     whose, owner, pos = in_pool(cache)
-    v = np.asarray(cache.pool.codes[1])[0, :, 0]  # [b p s e]
+    v = np.asarray(pool_codes(cache)[1])[0, :, 0]  # [b p s e]
     wide = np.broadcast_to((whose == layer)[:, None] & (owner[:, None] == [[0], [1]]),
                            (2, 2, pos.shape[1]))  # fmt: skip
     at = np.where(wide[..., None], pos[:, None], -1)

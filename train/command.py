@@ -4,13 +4,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 
 import kvjax
 from kvjax import calibrate, tables
-from kvjax.commands import loaded, read_text, say
+from kvjax.commands import loaded, progress, read_text, say
 from kvjax.data import moby_dick
 from kvjax.errors import InputError
 
@@ -39,14 +37,8 @@ def run(recipe: str, model, path: Path, texts, length, steps) -> dict[str, Any]:
     started = time.perf_counter()
     made = MAKERS[recipe](model, texts, length, steps)
     tables.save_tables(path, made, model, overwrite=True)
-    size = sum(np.asarray(x).nbytes for x in _leaves(made))
-    return {"recipe": recipe, "file": str(path), "bytes": size,
+    return {"recipe": recipe, "file": str(path), "bytes": kvjax.nbytes(made),
             "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
-
-
-def _leaves(tree):
-    """Arrays of dicts of dicts."""
-    return [x for v in tree.values() for x in (_leaves(v) if isinstance(v, dict) else [v])]
 
 
 def show(report: dict, console: Console) -> None:
@@ -58,29 +50,20 @@ def show(report: dict, console: Console) -> None:
     )  # fmt: skip
 
 
-def _bar(what):
-    """A function (done, total) that moves a bar on stderr."""
-    bar = Progress(console=Console(stderr=True), transient=True)
-    task = bar.add_task(what, total=None)
-    bar.start()
-
-    def tick(done, total):
-        bar.update(task, completed=done, total=total)
-        if done >= total:
-            bar.stop()
-
-    return tick
-
-
 def _razor(model, texts, length, steps):
     _only(razor=(texts, steps))
-    found = calibrate.razor(model, block=length, progress=_bar("probing heads"))
-    return {"scorer": {"label": found.label}}
+    with progress() as bar:
+        task = bar.add_task("probing heads", total=None)
+        tick = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+        return {"scorer": {"label": calibrate.razor(model, block=length, progress=tick).label}}
 
 
 def _kvzip_heads(model, texts, length, steps):
     _only(kvzip_heads=(steps,))
-    found = calibrate.kvzip_heads(model, texts, length=length, progress=_bar("repeating"))
+    with progress() as bar:
+        task = bar.add_task("repeating", total=None)
+        tick = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+        found = calibrate.kvzip_heads(model, texts, length=length, progress=tick)
     return {"scorer": {"label": found.label}}
 
 

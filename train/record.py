@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 from kvjax.errors import InputError
+from kvjax.lines import append
 
 LOG, SAVED, CURVE = "log.jsonl", "checkpoints", "loss.png"
 FORMAT = 1
@@ -89,14 +90,9 @@ class Folder:
             self.history.append(line)
         if self._stream is None:
             return
-        before = os.fstat(self._stream).st_size
         try:
-            written = 0
-            while written < len(data):
-                written += os.write(self._stream, data[written:])
+            append(self._stream, data)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._stream, before)
             raise InputError(
                 f"cannot write {self.path}: {error.strerror}; make room, and the same call goes on"
             ) from error

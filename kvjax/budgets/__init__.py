@@ -1,15 +1,14 @@
 """How many entries each head gets: per head, per layer, per model, in chunks, or whole heads.
 
-A budget has two parts. `wants` is arithmetic on the host: how many entries to keep, from the length
-of a row. A call maps scores [.. n s], who competes, who is protected, and those numbers (of all
-rows, [.. b]) to the mask of what is kept. The leading axes of the scores are [l b] in condense and
+A budget has three parts. `wants` is arithmetic on the host: how many entries to keep, from the
+length of a row; `entries` says for how many of them a head, or if `pooled` the model, must have
+room. A call maps scores [.. n s], who competes, who is protected, and those numbers (of all rows,
+[.. b]) to the mask of what is kept. The leading axes of the scores are [l b] in condense and
 [b] while streaming, which only a budget with `streams` can.
 
 Static `pooled` says that heads or layers may keep unequal numbers, in a pool of pages. A budget
 that counts entries by itself has `over`: the rows [b] that it would have kept more of.
 """
-
-import numpy as np
 
 from kvjax.budgets.ask import Ask
 from kvjax.budgets.chunks import Chunks
@@ -23,7 +22,7 @@ from kvjax.budgets.uniform import Uniform
 from kvjax.config import Spec
 from kvjax.errors import unknown
 
-__all__ = ["BUDGETS", "Ask", "build", "entries"]
+__all__ = ["BUDGETS", "Ask", "build"]
 
 BUDGETS = {
     "uniform": Uniform,
@@ -42,12 +41,3 @@ def build(spec: Spec):
     if spec.name not in BUDGETS:
         raise unknown("budget", spec.name, BUDGETS)
     return BUDGETS[spec.name](**dict(spec.options))
-
-
-def entries(spec: Spec, want, layers: int, heads: int) -> int:
-    """Entries beyond the window that `want` [..] asks for: of a head, or if pooled of the model."""
-    budget = build(spec)
-    each = want[0] if isinstance(budget, (Pooled, Chunks, Labelled)) else want
-    if isinstance(budget, (Model, Heads, Labelled, Threshold)) or not budget.pooled:
-        return int(each)
-    return int(np.broadcast_to(each, (layers,)).sum()) * heads

@@ -43,6 +43,10 @@ class Chunks:
         cut = edge // self.size if part else -1
         return np.array([min(whole * self.size + part, edge), whole, cut], np.int32)
 
+    def entries(self, want, layers: int, heads: int) -> int:
+        """Of what is wanted, the entries of a head."""
+        return int(want[0])
+
     def __call__(self, scores, valid, protected, pos, count):
         s = scores.shape[-1]
         runs = -(-s // self.size)

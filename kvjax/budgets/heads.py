@@ -27,6 +27,10 @@ class Heads:
         least = heads * min(ask.sinks, ask.length - ask.recent)  # sinks stay, whatever keep says
         return np.int32(max(total, least))
 
+    def entries(self, want, layers: int, heads: int) -> int:
+        """Of what is wanted, those of the whole pool."""
+        return int(want)
+
     def __call__(self, scores, valid, protected, pos, count):
         l, b, n, s = scores.shape  # noqa: E741
         best = jnp.where(valid, scores, -jnp.inf).max(axis=-1)

@@ -70,6 +70,10 @@ class Labelled:
         fits = jnp.clip(room // jnp.maximum(extra, 1), 0, l * n)
         return label, (label > 0.5).sum(axis=(0, 2)), fits, extra, room
 
+    def entries(self, want, layers: int, heads: int) -> int:
+        """Of what is wanted, those of the whole pool."""
+        return int(want[0])
+
     def __call__(self, scores, valid, protected, pos, count):
         l, b, n, _ = scores.shape  # noqa: E741
         label, labelled, fits, extra, room = self._room(scores, valid, protected, count)

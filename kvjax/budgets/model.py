@@ -31,6 +31,10 @@ class Model:
             total = round(ask.keep * heads * ask.length)
         return np.int32(max(total - ask.recent * heads, 0))
 
+    def entries(self, want, layers: int, heads: int) -> int:
+        """Of what is wanted, those of the whole pool."""
+        return int(want)
+
     def __call__(self, scores, valid, protected, pos, count):
         move = lambda x: jnp.moveaxis(x, 1, 0)  # noqa: E731
         scores, valid, protected, pos = map(move, (scores, valid, protected, pos))  # [b l n s]

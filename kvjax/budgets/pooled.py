@@ -38,6 +38,10 @@ class Pooled:
         least = int(self.alpha * rest) if self.floor == "beyond" else max(whole, 0)
         return np.array([rest, least], np.int32)
 
+    def entries(self, want, layers: int, heads: int) -> int:
+        """Of what is wanted, those of the whole pool."""
+        return int(want[0]) * layers * heads
+
     def __call__(self, scores, valid, protected, pos, count):
         n = scores.shape[-2]
         safe = top(scores, valid, protected, pos, count[1][..., None]) | (protected & valid)

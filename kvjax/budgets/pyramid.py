@@ -63,6 +63,10 @@ class Pyramid:
         step = (high - low) / max(layers - 1, 1)
         return np.array([round(high - i * step) - window for i in range(layers)], np.int32).clip(0)
 
+    def entries(self, want, layers: int, heads: int) -> int:
+        """Of what is wanted, those of the whole pool."""
+        return int(want.sum()) * heads
+
     def __call__(self, scores, valid, protected, pos, count):
         return top(scores, valid, protected, pos, count[..., None])
 

@@ -60,6 +60,10 @@ class Threshold:
         more = (stays.sum(axis=-1) > count[..., None]).any(axis=-1)  # [l b], or [b] streaming
         return more.any(axis=tuple(range(more.ndim - 1)))
 
+    def entries(self, want, layers: int, heads: int) -> int:
+        """Of what is wanted, those of the pool, or of a head."""
+        return int(want)
+
     def __call__(self, scores, valid, protected, pos, count):
         stays = self.reaches(scores, valid, protected)
         if not self.pooled:

@@ -18,5 +18,9 @@ class Uniform:
         """[]: entries per head beyond the window."""
         return np.int32(ask.each - ask.recent)
 
+    def entries(self, want, layers: int, heads: int) -> int:
+        """Of what is wanted, the entries of a head."""
+        return int(want)
+
     def __call__(self, scores, valid, protected, pos, count):
         return top(scores, valid, protected, pos, count[..., None])

@@ -14,7 +14,7 @@ from einops import rearrange
 from kvjax import budgets, codecs, reducers, scorers
 from kvjax.cache import init, positions, sizes
 from kvjax.cache.cache import TRIMMED, Cache, LayerCache, Tail
-from kvjax.cache.pool import plan
+from kvjax.cache.pool import fold, plan
 from kvjax.cache.select import ids
 from kvjax.cache.slots import pack_pos
 from kvjax.cache.write import write_ring
@@ -39,10 +39,8 @@ def compact(
     counts, keep = jnp.asarray(sizes.counts(recipe, lengths)), None
     if recipe.choice is not None and sizes.full_layers(config):
         wants = jnp.asarray(sizes.wants(config, recipe, lengths))
-        asked = cache, evidence, counts, wants, config, recipe, tables
-        keep = chosen(*asked)
-        if hasattr(budgets.build(recipe.choice.budget), "over"):
-            cache = cache.replace(flags=cache.flags | jnp.where(over(*asked), TRIMMED, 0))
+        keep, over = chosen(cache, evidence, counts, wants, config, recipe, tables)
+        cache = cache.replace(flags=cache.flags | jnp.where(over, TRIMMED, 0))
         if recipe.reducer is not None and not reducers.makes(recipe):
             cache = moved(cache, keep, evidence, counts, config, recipe, tables)
     room = sizes.sizes(config, recipe, lengths, later)
@@ -60,19 +58,15 @@ def _window(cache, counts, recipe):
 
 @functools.partial(jax.jit, static_argnames=("config", "recipe"))
 def chosen(cache: Cache, evidence, counts, wants, config, recipe, tables=None):
-    """Per group the mask [l b n s] of the entries that stay in its body, or None (a window)."""
+    """Per group the mask [l b n s] of the entries that stay in its body, or None (a window); and
+    [b], the rows of which the budget would have kept more than there is room for."""
     args = _competing(cache, evidence, counts, config, recipe, tables)
-    keep = budgets.build(recipe.choice.budget)(*args, wants)
+    budget = budgets.build(recipe.choice.budget)
+    keep, none = budget(*args, wants), jnp.zeros_like(cache.seen, bool)
+    over = budget.over(*args, wants) if hasattr(budget, "over") else none
     stops = np.cumsum([g.stop - g.start for g in cache.groups if g.window is None])[:-1]
     mine = iter(jnp.split(keep, stops))
-    return tuple(next(mine) if g.window is None else None for g in cache.groups)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "recipe"))
-def over(cache: Cache, evidence, counts, wants, config, recipe, tables=None):
-    """[b]: rows of which the budget would have kept more than there is room for."""
-    args = _competing(cache, evidence, counts, config, recipe, tables)
-    return budgets.build(recipe.choice.budget).over(*args, wants)
+    return tuple(next(mine) if g.window is None else None for g in cache.groups), over
 
 
 @functools.partial(jax.jit, static_argnames=("config", "recipe"))
@@ -252,7 +246,7 @@ def _pool(cache, keep, config, recipe, room, budget):
     blank = real[..., None]
     wide = lambda x: x[None, :, None]  # noqa: E731
     k, v = (wide(jnp.where(blank, x, 0)) for x in (k, v))
-    codes = codecs.pair(recipe.store).encode(k, v, wide(real))
+    codes = fold(codecs.pair(recipe.store).encode(k, v, wide(real)))
     owner = jnp.where(real.any(axis=-1), head, -1)
     return shape.replace(
         codes=codes, pos=pack_pos(wide(arrival), shape.pos.dtype), first=first, count=count,

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from kvjax import codecs, struct
-from kvjax.attention import Query, merge, visible
+from kvjax.attention import WHOLE, Query, merge, visible
 from kvjax.cache.slots import pack_pos, unpack_pos
 from kvjax.config import CacheRecipe
 from kvjax.shapes import EMPTY, Array, Int
+from kvjax.sharding import by_rows
 
 BLOCK = 2048
 """Slots read at once for few queries: fewer blocks, fewer merges."""
@@ -23,10 +24,12 @@ BLOCK = 2048
 class Pool(struct.Record):
     """A closed body of all layers that see everything; made by condense.
 
-    Leaves that grow with tokens are [1 b 1 pages slots ...]; first and count are by layer.
+    Leaves that grow with tokens are [1 b 1 pages ...]; first and count are by layer. The codes of
+    a page are one row of numbers (`fold`): slots apart, of 32 x 64 numbers say, would be padded to
+    whole tiles on TPU, and the pool laid out anew at every step.
     """
 
-    codes: tuple  # (codes of keys, codes of values)
+    codes: tuple  # (codes of keys, codes of values), leaves [1 b 1 p x]
     pos: Int[Array, "1 b 1 p s"]  # arrival; uint16, all ones empty, or int32, -1 empty
     owner: Int[Array, "1 b 1 p"]  # kv head; -1 is free
     first: Int[Array, "f b"]  # first page of each layer that sees everything
@@ -37,6 +40,24 @@ class Pool(struct.Record):
     @property
     def pages(self) -> int:
         return self.owner.shape[3]
+
+
+def fold(codes):
+    """Codes [1 b 1 p s ...] as a pool stores them: a page is rows of 128 numbers, or one row."""
+
+    def one(x):
+        size = x[0, 0, 0, 0].size
+        return x.reshape(*x.shape[:4], *((-1, 128) if size % 128 == 0 else (-1,)))
+
+    return jax.tree.map(one, codes)
+
+
+def unfold(codes, recipe: CacheRecipe, lead, d: int):
+    """Folded codes with leading axes `lead`, pages last, as the codec knows them: [.. s ...]."""
+    assert recipe.store is not None
+    x = jax.ShapeDtypeStruct((*lead, recipe.store.page, d), jnp.float32)
+    like = jax.eval_shape(codecs.pair(recipe.store).encode, x, x)
+    return jax.tree.map(lambda x, y: x.reshape(y.shape), codes, like)
 
 
 def room(total: int, page: int, heads: int) -> int:
@@ -50,7 +71,8 @@ def empty(recipe: CacheRecipe, pages: int, most: int, layers: int, batch: int, d
     page, pair = recipe.store.page, codecs.pair(recipe.store)
     lead = (1, batch, 1, pages)
     x = jnp.zeros((*lead, page, d), dtype)
-    codes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(pair.encode, x, x))
+    like = jax.eval_shape(lambda: fold(pair.encode(x, x)))
+    codes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
     pos = pack_pos(jnp.full((*lead, page), -1, jnp.int32), kind)
     zero = lambda: jnp.zeros((layers, batch), jnp.int32)  # noqa: E731  # a buffer each: donated
     owner = jnp.full(lead, -1, jnp.int16)
@@ -91,45 +113,57 @@ def _nth(mask, mine, rank):
 
 
 def attend(pool: Pool, first, count, query: Query, n: int, recipe: CacheRecipe, tables=None):
-    """Attends to the pages first[b] .. first[b] + count[b] of one layer, block by block."""
+    """Attends to the pages first[b] .. first[b] + count[b] of one layer, block by block.
+
+    On a mesh each shard reads the pages of its own rows.
+    """
     assert recipe.store is not None
     pair = codecs.pair(recipe.store, tables)
-    t, heads = query.q.shape[1:3]
-    few = pair.raw and t * heads // n <= 64
-    per = min(max((BLOCK if few else BLOCK // 4) // pool.page, 1), pool.most)
+
+    def run(rows, first, count, query):
+        return _attend(rows, first, count, query, n, recipe, pair, pool.most)
+
+    rows = jax.tree.map(lambda x: x[0, :, 0], (pool.codes, pool.pos, pool.owner))
+    return by_rows(run, rows, first, count, query)
+
+
+def _attend(rows, first, count, query, n, recipe, pair, most):
+    """`attend` to (codes, positions, owners) [b p ...]."""
+    codes, pos, owner = rows
+    few = pair.raw and query.q.shape[1] * query.q.shape[2] // n <= WHOLE
+    per = min(max((BLOCK if few else BLOCK // 4) // recipe.store.page, 1), most)
+    pages = owner.shape[1]
 
     def part(i):
         start = first + i * per
-        low = jnp.clip(start, 0, pool.pages - per)
+        low = jnp.clip(start, 0, pages - per)
         cut = lambda x: _pages(x, low, per)  # noqa: E731
         index = low[:, None] + jnp.arange(per)
         mine = (index >= start[:, None]) & (index < (first + count)[:, None])
-        own = jnp.where(mine, cut(pool.owner), -1)
-        k, v = pair.decode(jax.tree.map(lambda x: cut(x)[:, None], pool.codes), query.q.dtype)
-        return _block(query, k[:, 0], v[:, 0], own, unpack_pos(cut(pool.pos)), n)
+        own = jnp.where(mine, cut(owner), -1)
+        here = unfold(jax.tree.map(cut, codes), recipe, (len(low), 1, per), query.q.shape[3])
+        k, v = pair.decode(here, query.q.dtype)
+        return _block(query, k[:, 0], v[:, 0], own, unpack_pos(cut(pos)), n)
 
     def add(carry, i):
         some = jnp.any(i * per < count)
         return jax.lax.cond(some, lambda c: merge(c, part(i)), lambda c: c, carry), None
 
     out = part(0)
-    blocks = -(-pool.most // per)
+    blocks = -(-most // per)
     if blocks > 1:
         out, _ = jax.lax.scan(add, out, jnp.arange(1, blocks))
     return out
 
 
 def _pages(leaf, low, per):
-    """Pages low[b] .. low[b] + per of a leaf [1 b 1 p ...]: [b per ...]."""
-    leaf = leaf[0, :, 0]
+    """Pages low[b] .. low[b] + per of a leaf [b p ...]: [b per ...].
+
+    Row by row: a batched slice is a gather, for which XLA lays the whole pool out anew on TPU.
+    """
     if leaf.shape[1] == per:
         return leaf
-    if leaf.shape[0] == 1:
-        return jax.lax.dynamic_slice_in_dim(leaf, low[0], per, 1)
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.size > 1:  # a slice of one row would gather the rows of all devices
-        return jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, per, 0))(leaf, low)
-    rest = leaf.shape[2:]  # row by row: on TPU a batched slice lays the whole pool out anew
+    rest = leaf.shape[2:]
 
     def row(r):
         return jax.lax.dynamic_slice(leaf, (r, low[r], *(0,) * len(rest)), (1, per, *rest))

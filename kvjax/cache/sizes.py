@@ -72,12 +72,12 @@ def sizes(config: ModelConfig, recipe: CacheRecipe, lengths, later: int) -> Size
     if recipe.choice is None or not full_layers(config):
         return Sizes(later)
     assert recipe.store is not None
-    spec, page = recipe.choice.budget, recipe.store.page
+    budget, page = budgets.build(recipe.choice.budget), recipe.store.page
     longest = bucket(int(max(lengths)))
     layers, heads = len(full_layers(config)), config.kv_heads
     asked = np.moveaxis(wants(config, recipe, [*lengths, longest]), -1, 0)
-    need = max(budgets.entries(spec, want, layers, heads) for want in asked)
-    if not budgets.build(spec).pooled:
+    need = max(budget.entries(want, layers, heads) for want in asked)
+    if not budget.pooled:
         return Sizes(later, -(-max(need, 1) // page))
     pages = pool.room(need, page, layers * heads)
     return Sizes(later, pages, min(pages, heads * -(-longest // page)))

@@ -9,7 +9,7 @@ import numpy as np
 from kvjax import budgets, codecs, reducers, scorers
 from kvjax.cache import init, state
 from kvjax.cache.cache import Cache, LayerCache, Tail, takes_more
-from kvjax.cache.pool import Pool
+from kvjax.cache.pool import Pool, fold
 from kvjax.cache.sizes import full_layers
 from kvjax.cache.slots import Slots, pos_dtype
 from kvjax.cache.state import State
@@ -162,7 +162,7 @@ def _stat(where, part, shape, streams):
         _leaf(f"{where}.stat", part.stat, shape, np.float32)
 
 
-def _pages(where, body, lead, config, recipe):
+def _pages(where, body, lead, config, recipe, stored=lambda codes: codes):
     """The leading axes of the codes, those of `lead` and the pages; refuses codes of others."""
     leaves = jax.tree.leaves(body.codes)
     if not leaves or len(leaves[0].shape) < 4:
@@ -172,7 +172,7 @@ def _pages(where, body, lead, config, recipe):
         raise InputError(f"{where} has {pages} pages of {body.page} slots, expected 1 to 2**31")
     lead = (*lead, pages)
     x = jax.ShapeDtypeStruct((*lead, body.page, config.head_dim), np.dtype(config.dtype))
-    want = jax.eval_shape(codecs.pair(recipe.store).encode, x, x)
+    want = jax.eval_shape(lambda k, v: stored(codecs.pair(recipe.store).encode(k, v)), x, x)
     same(f"{where}.codes", str(jax.tree.structure(body.codes)), str(jax.tree.structure(want)))
     held = jax.tree_util.tree_leaves_with_path(body.codes)
     for (at, leaf), like in zip(held, jax.tree.leaves(want), strict=True):
@@ -184,7 +184,7 @@ def _pool(where, cache, config, b):
     pool, layers = cache.pool, len(full_layers(config))
     _is(pool, Pool, where)
     same(f"{where}.page", pool.page, cache.recipe.store.page)
-    lead = _pages(where, pool, (1, *b, 1), config, cache.recipe)
+    lead = _pages(where, pool, (1, *b, 1), config, cache.recipe, fold)
     _leaf(f"{where}.pos", pool.pos, (*lead, pool.page), pos_dtype(cache.max_length))
     _leaf(f"{where}.owner", pool.owner, lead, np.int16)
     for name in ("first", "count"):

@@ -91,6 +91,16 @@ def encode(
         )
     if plan.first and text[0] == plan.bos:
         text = text[1:]
+    nll, pieces = _best(model, text, asked, chunk, together, keep_chunks, plan)
+    made = joined(model, list(pieces.values()), later=later, first=plan.first)
+    held = np.concatenate([np.asarray((unpack_pos(g.bodies[0].pos) >= 0).sum((1, 2, 3, 4)))
+                           for g in made.groups]) // model.config.kv_heads  # fmt: skip
+    lengths = tuple(int(p.seen[0]) for p in pieces.values())
+    return made, Stats(nll, tuple(pieces), lengths, held)
+
+
+def _best(model, text, asked, chunk, together, keep_chunks, plan):
+    """(nll of all chunks, the shrunk caches of the best by number), `together` chunks at a time."""
     total = -(-len(text) // chunk)
     nll, pieces = np.zeros(total), {}
     for start in range(0, total, together):
@@ -104,11 +114,7 @@ def encode(
             small = _shrunk(model, cache, evidence, lengths, plan)
             pieces |= {i: select(small, jnp.asarray([i - start])) for i in new}
         pieces = {i: pieces[i] for i in sorted(best)}
-    made = joined(model, list(pieces.values()), later=later, first=plan.first)
-    held = np.concatenate([np.asarray((unpack_pos(g.bodies[0].pos) >= 0).sum((1, 2, 3, 4)))
-                           for g in made.groups]) // model.config.kv_heads  # fmt: skip
-    lengths = tuple(int(p.seen[0]) for p in pieces.values())
-    return made, Stats(nll, tuple(pieces), lengths, held)
+    return nll, pieces
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@
 import collections
 
 import numpy as np
-from cases import PLAIN, arrivals, model
+from cases import PLAIN, model
 from hard import Dense
+from holding import arrivals
 
 
 class Card(Dense):

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import HYBRID, dense, model, random_ids
+from cases import HYBRID, model, random_ids
+from float64 import dense
 
 import kvjax
 from kvjax import calibrate

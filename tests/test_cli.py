@@ -193,4 +193,4 @@ def test_demo(capsys):
     exact, *others = report["rows"]
     assert len(others) == 6
     assert all(answer["right"] for answer in exact["answers"])
-    assert report["total_s"] > 0
+    assert report["total_s"] < 180  # the issue: under three minutes on two cores

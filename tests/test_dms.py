@@ -1,4 +1,4 @@
-"""DMS: the gate, what streams, what condense prunes, the training mask, training."""
+"""DMS: the gate, what streams, and what condense prunes."""
 
 import dataclasses
 import functools
@@ -8,37 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import HYBRID, MAX, PLAIN, generator, model, random_ids, random_tokens, small
+from cases import HYBRID, MAX, PLAIN, model, random_ids, random_tokens
+from gating import LAYERS, N, gate_of, gated
 from hard import Dense, fast_compile, held  # noqa: F401
 from jax.sharding import AxisType
 
 import kvjax
 from kvjax import budgets, sharding
-from kvjax.attention import Query
 from kvjax.cache.cache import TRIMMED
 from kvjax.config import LayerKind, Spec
 from kvjax.errors import InputError
-from kvjax.train import TrainConfig, dms, loop  # pyright: ignore[reportMissingImports]
+from kvjax.train import dms  # pyright: ignore[reportMissingImports]
 
-LAYERS, N, M, W, T = PLAIN.layers, PLAIN.kv_heads, PLAIN.width, 4, 24
+W, T = 4, 24
 NEAR = 2e-4  # float32 against float64 over tens of tokens; logits are of order 10
 ALL = dict(stride=1, lookahead=3, window=W, page=4, keep=1.0)
-
-
-def gate_of(bias=None):
-    """Gates of random weights, of which about half say drop; or of one bias alone."""
-    rng = generator("gate")
-    weight = rng.normal(size=(LAYERS, M, N)) * (0.3 if bias is None else 0.0)
-    made = {
-        "norm": rng.uniform(0.5, 1.5, (LAYERS, M)),
-        "weight": weight,
-        "bias": np.full((LAYERS, N), bias or 0.0),
-    }
-    return {k: jnp.asarray(x, jnp.float32) for k, x in made.items()}
-
-
-def gated(bias=None):
-    return dms.put(model(), {"scorer": gate_of(bias)})
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -270,69 +254,6 @@ def test_layers_with_a_window_of_their_own_have_no_part():
     assert not np.asarray(cache.flags).any()
     run = jax.jit(lambda ids: dms.masked(one_.params, HYBRID, ids, gate, dms.Masked(W, 0.0)))
     np.testing.assert_allclose(run(ids)[0], want, atol=NEAR)
-
-
-def test_the_soft_mask_is_the_dense_one():
-    """Two kv heads of two query heads, in float64: log sigmoid of minus the noisy logit beyond the
-    window, nothing within."""
-    rng, s, w = generator("soft"), 12, 3
-    q, k, v = (rng.normal(size=x).astype(np.float32) for x in ((1, s, 4, 8), *[(1, 2, s, 8)] * 2))
-    hidden = rng.normal(size=(1, s, M)).astype(np.float32)
-    gate = {name: x[0] * (0.01 if name == "weight" else 1) for name, x in gate_of().items()}
-    pos, key = jnp.arange(s)[None], jax.random.key(3)
-    mixer, query = dms.Masked(w, 0.5), Query(jnp.asarray(q), pos, 8**-0.5)
-    (out, _), seen = mixer.mix(query, jnp.asarray(k), jnp.asarray(v), pos,
-                               {"gate": gate, "key": key}, None, jnp.asarray(hidden))  # fmt: skip
-    x = hidden[0].astype(np.float64)
-    x = x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + 1e-6) * np.asarray(gate["norm"])
-    said = (100 * (x @ np.asarray(gate["weight"], np.float64)) - 5).T  # [n t]
-    said = (said + np.asarray(jax.random.logistic(key, (1, 2, s)))[0]) / 0.5
-    at, soft = np.arange(s), -np.logaddexp(0.0, said)
-    for h in range(4):
-        bias = np.where(at[:, None] - at > w, np.roll(soft[h // 2], -1), 0.0)
-        weight = q[0, :, h].astype(np.float64) @ k[0, h // 2].T * 8**-0.5 + bias
-        weight = np.where(at <= at[:, None], np.exp(weight), 0.0)
-        want = weight @ v[0, h // 2] / weight.sum(axis=1, keepdims=True)
-        np.testing.assert_allclose(out[0, :, h], want, atol=1e-5)
-    assert float(seen["tokens"]) == 2 * (s - 1)
-    shut = (1 / (1 + np.exp(-said[:, 1:]))).sum()
-    assert float(seen["closed"]) == pytest.approx(shut, rel=1e-4)
-
-
-def test_the_divergence_is_that_of_the_student():
-    """sum p_student (log p_student - log p_teacher), a mean over tokens, here in two blocks."""
-    rng = generator("kl")
-    one_, two = (jnp.asarray(rng.normal(size=(2, 70, M)), jnp.float32) for _ in range(2))
-    logs = [jax.nn.log_softmax(x @ model().params.embed.T) for x in (one_, two)]
-    want = jnp.mean(jnp.sum(jnp.exp(logs[0]) * (logs[0] - logs[1]), axis=-1))
-    np.testing.assert_allclose(dms.divergence(model().params, one_, two), want, rtol=1e-4)
-
-
-def test_the_target_is_the_cards():
-    """1 to 16 over 510 steps: 8 at step 238."""
-    assert dms.target(0, 510, 16.0) == 0.0
-    assert dms.target(238, 510, 16.0) == pytest.approx(1 - 1 / 8)
-    assert dms.target(900, 510, 16.0) == pytest.approx(1 - 1 / 16)
-
-
-def test_training_closes_gates(monkeypatch):
-    """From almost none to near the target of one half; the model stays; and the tables work."""
-    monkeypatch.setattr(loop.record, "plot", lambda *args: None)
-    config = TrainConfig(40, 3e-3, clip=1.0, log_every=1)
-    texts = random_ids(T, "train", rows=4)
-    done = dms.gates(model(), texts, window=W, ratio=2.0, ramp=20, batch=2, config=config,
-                     progress=False)  # fmt: skip
-    closed = [x["metrics"]["closed"] for x in done.history]
-    assert closed[0] < 0.05 and np.mean(closed[-5:]) > 0.35
-    assert all(np.isfinite(x["metrics"]["divergence"]) for x in done.history)
-    assert (
-        done.history[0]["metrics"]["target"] == 0 and done.history[-1]["metrics"]["target"] == 0.5
-    )
-    assert (done.params["model"].embed == model().params.embed).all()
-    one_ = dms.put(model(), dms.tables(done))
-    logits, cache = kvjax.prefill(one_, texts, small("dms", keep=1.0), max_length=MAX)
-    assert np.isfinite(logits).all()
-    assert min(len(x) for heads in held(cache) for x in heads) < T
 
 
 def test_what_cannot_work_is_refused():

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import HYBRID, PLAIN, dense, generator, random_ids
+from cases import HYBRID, PLAIN, generator, random_ids
+from float64 import dense
 
 import kvjax
 from kvjax.attention import Query

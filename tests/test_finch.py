@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import HYBRID, PLAIN, assert_same, dense, generator, look, model, rope
+from cases import HYBRID, PLAIN, generator, look, model
+from float64 import dense, rope
+from holding import assert_same
 
 import kvjax
 from kvjax import finch
@@ -22,15 +24,6 @@ CONFIG = dataclasses.replace(PLAIN, context=64)
 TEXT = generator("finch").integers(0, PLAIN.vocab, (2, 90)).astype(np.int32)
 QUESTION = generator("finch question").integers(0, PLAIN.vocab, (2, 5)).astype(np.int32)
 CHUNK, ROOM = 16, 120
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_optimizations():
-    """Halves the time of a compilation."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def made():

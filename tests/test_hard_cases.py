@@ -12,10 +12,11 @@ from cases import PLAIN, generator, model, tables_of
 from hard import FIRST, NAMES, REFUSED, TIERS, VARIANTS, Dense, fast_compile, held, longer, small  # noqa: F401
 
 import kvjax
-from kvjax import scorers
+from kvjax import budgets, scorers
 from kvjax.cache.absorb import choose
 from kvjax.cache.recipes import RECIPES, REST
 from kvjax.cache.select import top
+from kvjax.config import Spec
 from kvjax.errors import InputError
 from kvjax.scorers import Seen
 
@@ -67,6 +68,32 @@ def test_a_budget_below_the_protected_keeps_their_lowest(count, kept):
     """The rule that `top` documents; nothing outside the protected can take their place."""
     keep = top(jnp.ones(8), jnp.ones(8, bool), jnp.arange(8) >= 5, jnp.arange(8), jnp.int32(count))
     assert np.flatnonzero(keep).tolist() == kept
+
+
+SHARED = {  # budgets that deal over layers too: options, and entries of 2 layers of 2 heads
+    "uniform": ({}, [[4, 4], [4, 4]]),
+    "pooled": ({}, [[4, 4], [4, 4]]),
+    "model": ({}, [[4, 4], [4, 4]]),
+    "threshold": ({"tau": -1e30}, [[4, 4], [4, 4]]),
+    "chunks": ({"size": 1, "reuse": 1}, [[4, 4], [4, 4]]),
+    "pyramid": ({}, [[6, 6], [2, 2]]),  # the lowest layer gets all there is
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("score", [1.0, NAN, INF])
+def test_no_budget_loses_a_sink_or_prefers_nan(name, score):
+    """Slots 6 and 7 are empty; every score is equal, but that of slot 3 may be NaN or infinite."""
+    options, many = SHARED[name]
+    budget = budgets.build(Spec(name, tuple(options.items())))
+    pos = jnp.broadcast_to(jnp.arange(8), (2, 1, 2, 8))
+    valid, scores = pos < 6, jnp.ones(pos.shape).at[..., 3].set(score)
+    wants = budget.wants(budgets.Ask(6, slots=4, layers=2, heads=2))[..., None]
+    keep = jax.jit(budget)(scores, valid, valid & (pos < 2), pos, jnp.asarray(wants))
+    rank = [0, 1, 2, 3, 4, 5] if score == score else [0, 1, 2, 4, 5, 3]
+    for layer, head in np.ndindex(2, 2):
+        kept = np.flatnonzero(keep[layer, 0, head]).tolist()
+        assert kept == sorted(rank[: many[layer][head]])
 
 
 @pytest.mark.parametrize("name", APART)

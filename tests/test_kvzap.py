@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import HYBRID, MAX, PLAIN, arrivals, assert_same, generator, model, random_ids, small
+from cases import HYBRID, MAX, PLAIN, generator, model, random_ids, small
+from holding import arrivals, assert_same
 
 import kvjax
 from kvjax.attention import Query

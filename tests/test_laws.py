@@ -12,9 +12,7 @@ from cases import (
     LOSSLESS,
     MAX,
     ROWS,
-    assert_same,
     cuts,
-    entries,
     every,
     feed,
     filled,
@@ -22,7 +20,6 @@ from cases import (
     look,
     model,
     names,
-    overwrite,
     pieces,
     probe,
     random_ids,
@@ -31,6 +28,7 @@ from cases import (
     run,
     small,
 )
+from holding import assert_same, entries, overwrite
 
 import kvjax
 

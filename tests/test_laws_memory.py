@@ -16,11 +16,7 @@ from cases import (
     PLAIN,
     ROWS,
     Case,
-    arrivals,
-    assert_same,
-    by_head,
     compiled,
-    entries,
     every,
     feed,
     filled,
@@ -34,6 +30,7 @@ from cases import (
     small,
     zeros,
 )
+from holding import arrivals, assert_same, by_head, entries
 
 import kvjax
 from kvjax.cache.recipes import REST

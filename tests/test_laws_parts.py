@@ -16,21 +16,18 @@ from cases import (
     MAX,
     PLAIN,
     ROWS,
-    arrivals,
     cuts,
-    dense,
     feed,
     filled,
     generator,
-    in_pool,
     look,
     model,
-    pool_codes,
     random_ids,
     random_tokens,
-    rope,
     small,
-)  # fmt: skip
+)
+from float64 import dense, rope
+from holding import arrivals, in_pool, pool_codes
 
 import kvjax
 from kvjax import codecs

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DRAFT, MAX, PLAIN, by_head, generator, look, model, random_ids, row_of, small
+from cases import DRAFT, MAX, PLAIN, generator, look, model, random_ids, row_of, small
+from holding import by_head
 
 import kvjax
 from kvjax import observing

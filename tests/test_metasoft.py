@@ -13,18 +13,14 @@ from cases import (
     LENGTHS,
     PLAIN,
     TWICE,
-    arrivals,
-    assert_same,
-    entries,
     generator,
-    in_pool,
     model,
-    pool_codes,
     random_ids,
     random_probes,
     row_of,
     small,
-)  # fmt: skip
+)
+from holding import arrivals, assert_same, entries, in_pool, pool_codes
 
 import kvjax
 from kvjax import api, observing, reducers

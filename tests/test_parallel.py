@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import HYBRID, PLAIN, assert_same, generator, look, model
+from cases import HYBRID, PLAIN, generator, look, model
+from holding import assert_same
 
 import kvjax
 from kvjax import observing, parallel
@@ -15,15 +16,6 @@ from kvjax.cache.slots import unpack_pos
 BOS, CHUNK, LATER = 3, 12, 24
 DOCUMENT = generator("parallel").integers(0, PLAIN.vocab, 3 * CHUNK + 5).astype(np.int32)
 QUERY = generator("query").integers(0, PLAIN.vocab, 5).astype(np.int32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_optimizations():
-    """Halves the time of a compilation."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def encode(document=DOCUMENT, **options):

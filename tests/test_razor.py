@@ -7,18 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    HYBRID,
-    PLAIN,
-    TWICE,
-    assert_same,
-    dense,
-    look,
-    model,
-    random_ids,
-    random_tokens,
-    row_of,
-)
+from cases import HYBRID, PLAIN, TWICE, look, model, random_ids, random_tokens, row_of
+from float64 import dense
+from holding import assert_same
 
 import kvjax
 from kvjax import budgets, calibrate, reducers

@@ -13,7 +13,6 @@ from cases import (
     LONGEST,
     PLAIN,
     ROWS,
-    assert_same,
     generator,
     look,
     model,
@@ -23,6 +22,7 @@ from cases import (
 )
 from evicting import Card, remembered
 from hard import fast_compile, held  # noqa: F401
+from holding import assert_same
 
 import kvjax
 from kvjax import scorers, struct

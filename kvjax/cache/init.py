@@ -54,32 +54,37 @@ def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
         )
     if recipe.choice is None:
         return
-    budget = budgets.build(recipe.choice.budget)
-    name = recipe.name
     if recipe.when == "during":
-        if pair.group > 1:
-            raise InputError(
-                f"{name}: the codec shares scales over {pair.group} tokens; a scorer that streams "
-                "needs a codec with group 1"
-            )
-        if scorers.streams(recipe):
-            scorers.build(recipe.choice.scorer).streams()  # refuses what cannot be added up
-        elif scorers.reads(recipe.choice):
-            raise InputError(f"{name} scores by attention evidence, once: use when='after'")
-        if getattr(scorers.build(recipe.choice.scorer), "late", False) and not recipe.window:
-            raise InputError(f"{name}: a token's score comes with the next: window must be from 1")
-        if recipe.store.positions == "read" and hasattr(budget, "over"):
-            raise InputError(
-                f"{name}: positions='read' counts what every head holds, and with budget "
-                f"{recipe.choice.budget.name!r} heads differ: use positions='keep'"
-            )
-        if not budget.streams:
-            raise InputError(
-                f"{name}: its budget {recipe.choice.budget.name!r} is dealt by condensing: use "
-                "when='after'"
-            )
+        _check_streaming(recipe, pair, max_length)
+
+
+def _check_streaming(recipe: CacheRecipe, pair, max_length: int) -> None:
+    """The same of choosing while tokens arrive."""
+    assert recipe.choice is not None and recipe.store is not None
+    budget, name = budgets.build(recipe.choice.budget), recipe.name
+    if pair.group > 1:
+        raise InputError(
+            f"{name}: the codec shares scales over {pair.group} tokens; a scorer that streams "
+            "needs a codec with group 1"
+        )
+    if scorers.streams(recipe):
+        scorers.build(recipe.choice.scorer).streams()  # refuses what cannot be added up
+    elif scorers.reads(recipe.choice):
+        raise InputError(f"{name} scores by attention evidence, once: use when='after'")
+    if getattr(scorers.build(recipe.choice.scorer), "late", False) and not recipe.window:
+        raise InputError(f"{name}: a token's score comes with the next: window must be from 1")
+    if recipe.store.positions == "read" and hasattr(budget, "over"):
+        raise InputError(
+            f"{name}: positions='read' counts what every head holds, and with budget "
+            f"{recipe.choice.budget.name!r} heads differ: use positions='keep'"
+        )
+    if not budget.streams:
+        raise InputError(
+            f"{name}: its budget {recipe.choice.budget.name!r} is dealt by condensing: use "
+            "when='after'"
+        )
     body = kept(recipe, max_length) - recipe.window
-    if recipe.when == "during" and body < max(recipe.choice.sinks, 1):
+    if body < max(recipe.choice.sinks, 1):
         raise InputError(
             f"{name}: keep leaves {kept(recipe, max_length)} of {max_length} entries, which its "
             f"window of {recipe.window} and {recipe.choice.sinks} sinks exceed; raise keep or "

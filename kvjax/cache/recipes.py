@@ -53,9 +53,10 @@ def recipe(name: str, /, **options: Any) -> CacheRecipe:
     keep (fraction of token entries kept) or slots (their number), window, sinks, when, stride,
     lookahead, chunk, page, positions, count; codec ("int8", or a pair for keys and values), scorer
     and budget by their names in their tables (any combine); and the options of these three; fold
-    ("random_features": what eviction drops goes into a state, when="during"); reducer ("mean": one
-    entry of each head stands for what condense drops there; "flow": its values go into those of
-    what is kept). An unknown name or option raises InputError and offers the nearest.
+    ("random_features", "less": what eviction drops goes into a state, when="during"); reducer
+    ("mean": one entry of each head stands for what condense drops there; "flow": its values go
+    into those of what is kept). An unknown name or option raises InputError and offers the
+    nearest.
     """
     if not isinstance(name, str) or name not in RECIPES:
         raise unknown("recipe", str(name), RECIPES)

@@ -19,7 +19,7 @@ def scripts(peer: str) -> list[str]:
 
 def code(peer: str, word: str, known: dict[str, CacheRecipe]) -> str:
     """A hash of what a result of the peer depends on."""
-    return keys.peer_code(_told(word, known), scripts(peer), peers.PEERS[peer].packages)
+    return keys.peer_code(told(word, known), scripts(peer), peers.PEERS[peer].packages)
 
 
 def run(
@@ -39,9 +39,9 @@ def run(
                 ledger.advance(task, cost(item) * len(labels))
     if not wanted:
         return
-    told = {"model": job.path, "cores": where.cores(),
-            "recipes": [_told(word, todo.recipes) for word in labels]}  # fmt: skip
-    for said in peers.rows(peer, python or peers.python(peer), told, wanted, ledger.advance):
+    recipes_ = [told(word, todo.recipes) for word in labels]
+    work = {"model": job.path, "cores": where.cores(), "recipes": recipes_}
+    for said in peers.rows(peer, python or peers.python(peer), work, wanted, ledger.advance):
         if "id" not in said:
             line = {"kind": "peer", "model": job.label, "peer": peer} | said
             ledger.log.add([line] if line not in ledger.log.lines else [])
@@ -66,10 +66,11 @@ def _heard(ask: dict) -> Heard:
 
 def _request(key: str, item: Item, labels, todo, tokenizer) -> dict:
     """An item as the child reads it, with the entries that each recipe keeps of it."""
-    kept = {word: _kept(word, todo.recipes, len(item.context)) for word in labels}
+    counts = {word: kept(word, todo.recipes, len(item.context)) for word in labels}
+    counts = {word: count for word, count in counts.items() if count is not None}
     stop = sorted(tokenizer.stop_ids) if tokenizer else []
-    return {"id": key, "context": item.context, "asks": [_asked(ask, stop) for ask in item.asks],
-            "kept": {word: count for word, count in kept.items() if count is not None}}  # fmt: skip
+    asks = [_asked(ask, stop) for ask in item.asks]
+    return {"id": key, "context": item.context, "asks": asks, "kept": counts}
 
 
 def _asked(ask: Ask, stop) -> dict:
@@ -79,7 +80,8 @@ def _asked(ask: Ask, stop) -> dict:
     }  # fmt: skip
 
 
-def _kept(word: str, known: dict[str, CacheRecipe], length: int) -> int | None:
+def kept(word: str, known: dict[str, CacheRecipe], length: int) -> int | None:
+    """Entries of a kv head that a recipe keeps of a context; None where nothing says so."""
     recipe = known.get(word.partition(":")[2])
     if recipe is None:
         keep = spelling.split(word, "keep")[1].get("keep")
@@ -87,7 +89,7 @@ def _kept(word: str, known: dict[str, CacheRecipe], length: int) -> int | None:
     return sizes.kept(spelling.budgeted(recipe, length), length)
 
 
-def _told(word: str, known: dict[str, CacheRecipe]) -> dict:
+def told(word: str, known: dict[str, CacheRecipe]) -> dict:
     """A recipe as the child reads it: what its methods take, and not how kvjax lays it out."""
     peer, _, label = word.partition(":")
     name, options = spelling.split(label, "keep")

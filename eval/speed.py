@@ -12,10 +12,12 @@ from rich.progress import MofNCompleteColumn
 from kvjax import cli, commands, data
 from kvjax.cache import spelling
 from kvjax.errors import InputError, unknown
-from kvjax.eval import file, peers, speed_report, where
+from kvjax.eval import beside, file, peers, speed_report, where
 from kvjax.models import fetch, gguf_header, tokenizer
 
-ENGINES = {"kvjax": "kvjax_speed", "transformers": "transformers_speed"}
+ENGINES = {
+    "kvjax": "kvjax_speed", "transformers": "transformers_speed", "kvpress": "kvpress_speed",
+}  # fmt: skip
 PEERS = tuple(name for name in ENGINES if name in peers.PEERS)
 TASKS = ("memory", "speed")  # of every turn, each a process
 PREFILL = 2048  # tokens, or the longest context if that is shorter
@@ -134,11 +136,23 @@ def measure(job, pythons, repeats):
         machine = turn("kvjax", pythons["kvjax"], job | {"task": "machine"}, tick)
         for pair, what, name in order:
             bar.advance(task)
-            own = {"task": what} if name == "kvjax" else {"task": what, "recipes": ["exact"]}
+            own = {"task": what} | ({} if name == "kvjax" else asked(name, job))
             made = turn(name, pythons[name], job | own, tick)
             turns[name][pair] |= made
             lines.append({"kind": "turn", "engine": name, "pair": pair, "task": what} | made)
     return turns, machine, lines
+
+
+def asked(peer, job) -> dict:
+    """The recipes that a peer has, and how it is told them."""
+    known = {word: spelling.parse(word) for word in job["recipes"]}
+    has = [w for w, recipe in known.items() if recipe.name in peers.PEERS[peer].recipes]
+    told = []
+    for word in has:
+        name, length = f"{peer}:{word}", job["prefill"]
+        kept = beside.kept(name, known, length)
+        told.append(beside.told(name, known) | {"label": word, "kept": kept})
+    return {"recipes": ["exact", *has], "told": told}
 
 
 def turn(name, python, job, tick) -> dict:

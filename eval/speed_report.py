@@ -20,7 +20,8 @@ def rows(turns: dict, machine: dict) -> list[dict]:
     ours = turns["kvjax"]
     peer = next((turns[name] for name in turns if name != "kvjax"), None)
     out = [_decode(ours, peer, i, machine) for i, r in _cells(ours) if r["recipe"] == "exact"]
-    out += [_prefill(ours, peer, machine), _maxrss(ours, peer)]
+    out += [_prefill(ours, peer, r, machine) for r in ours[0]["prefill"]["s"]]
+    out.append(_maxrss(ours, peer))
     for i, row in _cells(ours):
         if row["recipe"] != "exact":
             out += [_recipe_decode(ours, i, machine), _recipe_bytes(ours, i)]
@@ -42,15 +43,19 @@ def _decode(ours, peer, i, machine):
     return row
 
 
-def _prefill(ours, peer, machine):
+def _prefill(ours, peer, recipe, machine):
+    """Reading, and compressing with the recipe; a method that the peer lacks has no ratio."""
     cell = ours[0]["decode"][0]
     count = ours[0]["prefill"]["tokens"]
-    rates = [_prefill_rate(t) for t in ours]
-    others = None if peer is None else [_prefill_rate(t) for t in peer]
+    rates = [_prefill_rate(t, recipe) for t in ours]
+    has = peer is not None and recipe in peer[0]["prefill"]["s"]
+    others = [_prefill_rate(t, recipe) for t in peer] if has else None
+    row = {"what": "prefill", "context": count, "recipe": recipe, "unit": "tokens/s"}
+    row |= compare(rates, others, at_least=PREFILL)
+    if recipe != "exact":
+        return row
     flops = count * cell["flops_per_token"] + cell["flops_per_pair"] * count * (count + 1) // 2
     share = flops / machine["flops_per_s"] / (count / statistics.median(rates))
-    row = {"what": "prefill", "context": count, "recipe": "exact", "unit": "tokens/s"}
-    row |= compare(rates, others, at_least=PREFILL)
     return row | {"bound": "arithmetic", "flops": flops, "bound_share": share}
 
 
@@ -117,8 +122,8 @@ def _rate(cell):
     return 1000 / statistics.median(cell["ms"])
 
 
-def _prefill_rate(turn):
-    return turn["prefill"]["tokens"] / statistics.median(turn["prefill"]["s"])
+def _prefill_rate(turn, recipe):
+    return turn["prefill"]["tokens"] / statistics.median(turn["prefill"]["s"][recipe])
 
 
 def _reads(cell, rate, machine):

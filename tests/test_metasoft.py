@@ -1,4 +1,4 @@
-"""Meta-Soft: soft tokens that look at a prompt, values that flow, and the training of probes."""
+"""Meta-Soft: soft tokens that look at a prompt, values that flow, and mixtures of rows."""
 
 import dataclasses
 import functools
@@ -27,17 +27,10 @@ from kvjax import api, observing, reducers
 from kvjax.config import LayerKind, Rope, Spec
 from kvjax.reducers import flow
 from kvjax.scorers import probe_attention
-from kvjax.tables import load_tables, save_tables
-from kvjax.train import TrainConfig, loop, probes  # pyright: ignore[reportMissingImports]
+from kvjax.train import probes  # pyright: ignore[reportMissingImports]
 
 LONG, MAX, WINDOW = 25, 40, 4
 IDS = random_ids(LONG, "metasoft")
-
-
-@pytest.fixture(autouse=True)
-def no_curve(monkeypatch):
-    """Drawing the loss takes seconds, and has its own test."""
-    monkeypatch.setattr(loop.record, "plot", lambda *args: None)
 
 
 @functools.cache
@@ -261,46 +254,6 @@ def test_weights_sum_to_one_and_pick_rows():
     assert (rows.min(axis=-1) < 1e-5).all()
     value = lambda b: probe_attention.weights(table | {"bias": b}, f, jax.random.key(1))[..., 0]  # noqa: E731
     assert abs(jax.grad(lambda b: value(b).sum())(table["bias"])).max() > 1e-3
-
-
-def test_basis_becomes_orthonormal():
-    """Rows of length 1 at right angles; the first keeps its direction; a good basis stays."""
-    raw = jnp.asarray(generator("basis").normal(size=(5, 32)), jnp.float32)
-    basis = np.asarray(probes.orthonormal(raw))
-    np.testing.assert_allclose(basis @ basis.T, np.eye(5), atol=1e-6)
-    assert basis[0] @ np.asarray(raw[0]) > 0.999 * np.linalg.norm(raw[0])
-    np.testing.assert_allclose(probes.orthonormal(jnp.asarray(basis)), basis, atol=1e-6)
-
-
-@pytest.mark.full
-def test_training_lowers_the_loss_and_its_tables_work(tmp_path):
-    """A tiny run, on the mean of the loss over sampled rows; the model and the size stay."""
-    whole = dataclasses.replace(model(), tables={})
-    texts = random_ids(20, "texts", rows=4)
-    config = TrainConfig(30, learning_rate=0.02, log_every=1)
-    run = probes.fit(whole, texts, length=16, later=4, count=2, rows=6, batch=4, config=config,
-                     progress=False)  # fmt: skip
-    losses = [line["loss"] for line in run.history]
-    assert np.mean(losses[-6:]) < 0.9 * np.mean(losses[:6])
-    begun = probes.start(whole, texts, 2, 6)
-    np.testing.assert_array_equal(run.params["probes"]["size"], begun["size"])
-    assert run.params["model"].embed is whole.params.embed
-    assert abs(run.params["probes"]["basis"] - begun["basis"]).max() > 0.05
-    made = probes.tables(run)
-    basis = np.asarray(made["probes"]["basis"])
-    np.testing.assert_allclose(basis @ basis.T, np.eye(6), atol=1e-5)
-    save_tables(tmp_path / "metasoft.tables", made, whole)
-    back = load_tables(tmp_path / "metasoft.tables", whole)
-    for tables in (made, back):
-        mine = dataclasses.replace(whole, tables={"metasoft": tables})
-        assert kvjax.condense(mine, exact(), small("metasoft"), tokens=IDS).flags.sum() == 0
-
-
-def test_divergence():
-    want = jnp.asarray([[[[0.2, 0.6]]]])
-    assert abs(probes.divergence(want, want * 3)) < 1e-6
-    expected = 0.25 * np.log(0.25 / 0.5) + 0.75 * np.log(0.75 / 0.5)
-    np.testing.assert_allclose(probes.divergence(want, want * 0 + 1), expected, rtol=1e-5)
 
 
 def with_probes(**leaves):

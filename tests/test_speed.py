@@ -52,14 +52,14 @@ MACHINE = {"bytes_per_s": 100.0, "flops_per_s": 1000.0}
 OURS = {"weight_bytes": 30, "flops_per_token": 10, "flops_per_pair": 2}
 
 
-def turn(exact_ms, recipe_ms, prefill_s, maxrss, tokens=(1, 2, 3)):
-    """A turn; a peer's has no recipe and none of our counts."""
+def turn(exact_ms, recipe_ms, prefill_s, maxrss, tokens=(1, 2, 3), **compressed):
+    """A turn; a peer's decodes with no recipe and has none of our counts."""
     cell = {"context": 4096, "recipe": "exact", "ms": exact_ms, "tokens": list(tokens)}
     cells = [cell | OURS | {"cache_bytes": 20}]
     if recipe_ms:
         cell = {"context": 4096, "recipe": "snapkv@0.25", "ms": recipe_ms, "tokens": list(tokens)}
         cells.append(cell | OURS | {"cache_bytes": 5})
-    prefill = {"tokens": 4, "s": prefill_s}
+    prefill = {"tokens": 4, "s": {"exact": prefill_s} | compressed}
     return {"decode": cells, "prefill": prefill, "maxrss_bytes": maxrss}
 
 
@@ -106,6 +106,25 @@ def test_without_a_peer_nothing_is_compared_with_it(capsys):
     head = {"hardware": {"cpu": "a cpu", "cores": [0]}, "machine": MACHINE}
     report.show(head, rows, speed.Console(width=120))
     assert "decode 4,096 exact" in capsys.readouterr().out
+
+
+def test_reading_with_a_recipe_is_compared_where_the_peer_has_it():
+    ours = [turn([1000], (), [1], 60, snapkv=[2.0], int8=[4.0])] * 3
+    peer = [turn([1000], (), [1], 60, snapkv=[s]) for s in (2.0, 3.0, 5.0)]
+    found = {r["recipe"]: r for r in report.rows({"kvjax": ours, "kvpress": peer}, MACHINE)
+             if r["what"] == "prefill"}  # fmt: skip
+    assert [found["snapkv"][k] for k in ("ratio", "low", "high")] == pytest.approx([1.5, 1, 2.5])
+    assert found["snapkv"]["ours"] == 2.0 and found["snapkv"]["bar"] == ">= 1"
+    assert found["int8"]["ours"] == 1.0 and found["int8"]["against"] is None
+
+
+def test_a_peer_is_told_the_recipes_that_it_has():
+    job = {"recipes": ["exact", "snapkv@0.5", "int8"], "prefill": 60}
+    asked = speed.asked("kvpress", job)
+    assert asked["recipes"] == ["exact", "snapkv@0.5"]
+    (told,) = asked["told"]
+    assert told["name"] == "snapkv" and told["label"] == "snapkv@0.5" and told["kept"] == 30
+    assert speed.asked("transformers", job) == {"recipes": ["exact"], "told": []}
 
 
 def test_agreement_stops_at_the_first_difference():

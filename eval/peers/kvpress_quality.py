@@ -28,7 +28,8 @@ class Press:
     make: Callable  # (options, compression ratio) -> press
     options: dict  # what a recipe can say, by kvjax's names where it has them: kvpress's defaults
     fixed: dict = field(default_factory=dict)  # what kvpress does instead of having an option
-    spread: str = "heads"  # the count is of each "heads", of a "layer", of "all", or "near" of all
+    spread: str = "heads"  # the count is of each "heads", of a "layer", of "all", or about of all:
+    # "near" where it rounds the count of each layer, "chunks" where it keeps whole ones
     renumbers: bool = False  # positions go on from the rows kept
 
 
@@ -50,6 +51,7 @@ def _expected(o, ratio):
 EXPECTED = {"sinks": 4, "future": 512, "covariance": True, "value_norm": True, "epsilon": 0.0}
 SNAP = {"window": 64, "kernel": 5}
 SCORED = {"window": 0, "sinks": 0}
+SLACK = {"near": 0.5, "chunks": 1}  # entries of a head that a count may be off, by chunk
 POOLED = {"pool": "avg", "reduce": "mean", "sinks": 0}
 PRESSES = {
     "streaming_llm": Press(_streaming, {"sinks": 4}, {"window": -1}, renumbers=True),
@@ -81,7 +83,7 @@ PRESSES = {
     ),
     "chunkkv": Press(
         lambda o, ratio: kvpress.ChunkKVPress(_snapkv(o, ratio), chunk_length=o["size"]),
-        SNAP | {"size": 20}, POOLED | {"reuse": 1}, spread="near",
+        SNAP | {"size": 20}, POOLED | {"reuse": 1}, spread="chunks",
     ),
     "random": Press(lambda o, ratio: kvpress.RandomPress(ratio), {"seed": 0}, SCORED),
 }  # fmt: skip
@@ -134,15 +136,8 @@ class Peer:
 
     def compress(self, model, recipe, kept):
         """The cache that a press leaves of the context, which holds `kept` entries per kv head."""
-        row = PRESSES[recipe["name"]]
-        length = len(self.ids)
-        if kept is None or not 0 < kept <= length:
-            raise ValueError(f"kept is from 1 to the {length} tokens of the context, got {kept}")
-        layers, heads = len(self.calls), self.exact.cache.layers[0].keys.shape[1]
-        options = row.options | {
-            k: v for k, v in recipe.get("options", {}).items() if k in row.options
-        }
-        press = row.make(options, _ratio(row.spread, kept, length, layers * heads))
+        heads = self.exact.cache.layers[0].keys.shape[1]
+        row, options, press = pressed(recipe, kept, len(self.ids), len(self.calls) * heads)
         state = self.exact.fork()
         torch.manual_seed(options.get("seed", 0))
         if isinstance(press, kvpress.KVzipPress):
@@ -152,8 +147,8 @@ class Peer:
             for module, args, kwargs, output in self.calls:
                 own = kwargs | {"past_key_values": state.cache}
                 press.forward_hook(module, args, own, output)
-        state.masked = _taken(model)
-        _check(state, row.spread, kept, heads)
+        state.masked = taken(model)
+        _check(state, row.spread, kept, heads, SLACK.get(row.spread, 0) * options.get("size", 1))
         if row.renumbers:
             state.seen = kept
         return state
@@ -167,14 +162,27 @@ def _ratio(spread, kept, length, heads):
     """The compression ratio with which kvpress keeps so many; it rounds down what it computes."""
     if kept == length:
         return 0.0
-    if spread == "near":
+    if spread in SLACK:
         return 1 - kept / length
     if spread == "all":  # rounds down the number that goes
         return ((length - kept) * heads + 0.5) / (length * heads)
     return 1 - (kept + 0.5) / length
 
 
-def _taken(model):
+def pressed(recipe, kept, length, heads):
+    """(row, options, press) of a recipe that keeps `kept` of `length` tokens.
+
+    heads: kv heads of all layers.
+    """
+    if kept is None or not 0 < kept <= length:
+        raise ValueError(f"kept is from 1 to the {length} tokens of the context, got {kept}")
+    row = PRESSES[recipe["name"]]
+    given = {k: v for k, v in recipe.get("options", {}).items() if k in row.options}
+    options = row.options | given
+    return row, options, row.make(options, _ratio(row.spread, kept, length, heads))
+
+
+def taken(model):
     """The masks that a press left on the layers, which it would else leave to the next one."""
     layers = [layer.self_attn for layer in model.model.layers]
     masked = [getattr(layer, "masked_key_indices", None) for layer in layers]
@@ -183,15 +191,15 @@ def _taken(model):
     return None if all(rows is None for rows in masked) else masked
 
 
-def _check(state, spread, kept, heads):
-    """Every count is the one asked for; "near": PyramidKV rounds the count of each layer."""
+def _check(state, spread, kept, heads, slack):
+    """Every count is the one asked for, within `slack` entries a head."""
     live = []
     for i, layer in enumerate(state.cache.layers):
         dead = 0 if state.masked is None else len(state.masked[i][0])
         live.append(layer.keys.shape[2] * heads - dead)
-    mean, slack = sum(live) / len(live), 0.5 * heads if spread == "near" else 0.0
-    each = spread in ("all", "near") or set(live) == {kept * heads}
-    if abs(mean - kept * heads) > slack or not each:
+    mean = sum(live) / len(live)
+    each = spread == "all" or spread in SLACK or set(live) == {kept * heads}
+    if abs(mean - kept * heads) > slack * heads or not each:
         counts = sorted({count / heads for count in live})
         raise ValueError(f"it kept {counts} entries per kv head instead of {kept}")
 
@@ -203,8 +211,7 @@ def reconstruct(model, press, ids, cache):
     and repeats it before the template's end. A context that begins otherwise is scored whole and
     repeated after a line break, as kvpress does for a model without a template.
     """
-    tokenizer = _tokenizer(model)
-    kvzip_press.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: tokenizer)
+    tokenizer = lend_tokenizer(model)
     with press(model):
         if ids[: press.prefix_length] != _beginning(tokenizer):
             press.prefix_length = 0
@@ -214,13 +221,14 @@ def reconstruct(model, press, ids, cache):
         press._context_ids, press._cache = torch.tensor([ids]), cache
 
 
-def _tokenizer(model):
-    """The tokenizer of the model's file, which kvpress looks for in a folder."""
+def lend_tokenizer(model):
+    """Gives KVzip the tokenizer of the model's file, which it looks for in a folder."""
     if not hasattr(model, "kvzip_tokenizer"):
         source = quality.source(model.read_from)
         model.kvzip_tokenizer = transformers.AutoTokenizer.from_pretrained(
             **source, local_files_only=True
         )
+    kvzip_press.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: model.kvzip_tokenizer)
     return model.kvzip_tokenizer
 
 

@@ -18,7 +18,7 @@ STEPS = 16  # tokens of a timed run
 RUNS = 3  # timed runs on one cache, after one that warms up
 ROUNDS = 2  # fresh copies of the cache
 ROOM = (RUNS + 1) * STEPS  # tokens that a cache has room for after its context
-PREFILLS = 3  # of which the first may compile
+PREFILLS = 4  # of which the first may compile
 
 
 def main(path):
@@ -39,7 +39,7 @@ def say(**line):
 
 
 def speed(engine, job):
-    """Decoding at every context with every recipe, and prefill of `job["prefill"]` tokens."""
+    """Decoding at every context, and prefill of `job["prefill"]` tokens with every recipe."""
     rows = []
     for context in job["contexts"]:
         say(doing=f"reading {context:,} tokens")
@@ -52,18 +52,21 @@ def speed(engine, job):
         for recipe, state in states.items():
             rows.append({"context": context, "recipe": recipe} | made[recipe] | engine.sizes(state))
         del states
-    say(doing=f"reading {job['prefill']:,} tokens {PREFILLS} times")
-    times = []
-    for _ in range(PREFILLS):
-        started = time.perf_counter()
-        engine.prefill(job["ids"][: job["prefill"]], ROOM, "exact")
-        times.append(time.perf_counter() - started)
-    return {"decode": rows, "prefill": {"tokens": job["prefill"], "s": times[1:]}}
+    prefills = {recipe: [] for recipe in job["recipes"]}
+    for i in range(PREFILLS):
+        say(doing=f"reading {job['prefill']:,} tokens, {i + 1} of {PREFILLS}")
+        for recipe, times in prefills.items():
+            started = time.perf_counter()
+            engine.prefill(job["ids"][: job["prefill"]], ROOM, recipe)
+            times.append(time.perf_counter() - started)
+    return {"decode": rows, "prefill": {"tokens": job["prefill"], "s": {
+        recipe: times[1:] for recipe, times in prefills.items()}}}  # fmt: skip
 
 
 def _recipes(job, context):
-    """Recipes other than the exact cache are measured at the longest context."""
-    return job["recipes"] if context == max(job["contexts"]) else job["recipes"][:1]
+    """Of kvjax, recipes other than the exact cache decode too, at the longest context."""
+    longest = job["engine"] == "kvjax_speed" and context == max(job["contexts"])
+    return job["recipes"] if longest else job["recipes"][:1]
 
 
 def _decode(engine, state, made):

@@ -9,7 +9,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from cases import PLAIN
+from cases import PLAIN, generator
 
 import kvjax
 from kvjax.cache import init
@@ -188,3 +188,16 @@ def _pooled(pool, layer, row):
     pos, owner = pool.pos[0, row, 0].astype(int), pool.owner[0, row, 0].astype(int)
     return [(owner[p], x) for p in pages if owner[p] >= 0
             for x in pos[p].tolist() if x not in (-1, EMPTY16)]  # fmt: skip
+
+
+RAW = 2e-4  # float32 against float64, over tens of tokens; logits are of order 10
+
+CHOOSING = [name for name in NAMES if RECIPES[name].recipe.choice is not None]
+BUDGET = {name: RECIPES[name].recipe.choice.budget.name for name in CHOOSING}
+APART = [  # scores of one token do not depend on the others, and each head keeps as many
+    name for name in CHOOSING if BUDGET[name] == "uniform"
+    and RECIPES[name].recipe.choice.scorer.name not in ("key_diff", "expected_attention")
+]  # fmt: skip
+
+IDS = generator("hard cases").integers(0, PLAIN.vocab, 64)
+absorb_long = jax.jit(kvjax.absorb_long)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import PLAIN, generator, model, tables
-from hard import FIRST, TIERS, fast_compile, longer, small  # noqa: F401
-from test_hard_cases import _absorb
+from hard import FIRST, TIERS, absorb_long, fast_compile, longer, small  # noqa: F401
 
 import kvjax
 from kvjax import scorers
@@ -216,7 +215,7 @@ def test_every_body_aligns_at_the_end(name, when, positions, t, s):
     after = when == "after"
     made = kvjax.init_cache(PLAIN, kvjax.recipe("exact") if after else recipe, 1, 32)
     past = kvjax.Tokens(jnp.zeros_like(v), v)
-    cache = _absorb(made, past, jnp.array([old]))
+    cache = absorb_long(made, past, jnp.array([old]))
     if after:
         alike = {name: jnp.ones((2, 1, 2, 32)) for name in ("maxima", "scores")}
         alike |= {"sums": jnp.ones((2, 1, 4, 32)), "count": jnp.full((2, 1), float(old))}

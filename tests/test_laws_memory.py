@@ -231,6 +231,8 @@ BYTES = {  # per layer and row, by hand: floats of 4 bytes, d = 16, 2 kv heads, 
     # half of the pool of two layers: 9 slots a head, 36 in all, and 4 heads that may each leave 3
     # unfilled: 12 pages of 4, each with an owner of 2 bytes; first page and pages of each layer
     "ada_snapkv": 2 * 40 * 128 + 6 * (4 * (128 + 2) + 2) + 2 * 4,
+    # 22 and 4 a head, less the window of 4: 18 in the lower layer, 36 in all, as above
+    "pyramidkv": 2 * 40 * 128 + 6 * (4 * (128 + 2) + 2) + 2 * 4,
     # of 26 * 4 entries half, less 4 windows of 4: 36, as above
     "kvzip": 2 * 40 * 128 + 6 * (4 * (128 + 2) + 2) + 2 * 4,
     # and a body for the 30 later tokens and the window, in pages of 4: 36 slots; a tail of 11

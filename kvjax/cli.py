@@ -171,6 +171,7 @@ def _train(parser):
     parser.add_argument("--text", action="append", help="a text to train on; again (Moby Dick)")
     parser.add_argument("--length", type=_positive, help="tokens of a text (the recipe's own)")
     parser.add_argument("--steps", type=_positive, help="steps of training, or epochs, if any")
+    parser.add_argument("--count", type=_positive, help="pieces of text that kvzap repeats (16)")
     parser.add_argument("--out", help="the file to write (where kvjax.load finds it)")
     parser.add_argument("--force", action="store_true", help="replace the file")
 

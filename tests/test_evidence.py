@@ -1,15 +1,20 @@
 """What scorers see, along with the prompt or again; any scorer with any budget."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import LENGTHS, LONGEST, MAX, model, random_ids, small
 from holding import entries
 
 import kvjax
-from kvjax import api, scorers
+from kvjax import api, observing, scorers
+from kvjax.cache import init
 from kvjax.cache.recipes import RECIPES
+from kvjax.config import LayerKind, ModelConfig
 from kvjax.errors import InputError
 from kvjax.eval import one
+from kvjax.params import abstract_params
 
 IDS = random_ids(LONGEST, "evidence")
 ARGS = dict(max_length=MAX, lengths=LENGTHS)
@@ -88,3 +93,24 @@ def test_unknown_methods_are_refused(options, sentence):
 def test_without_tokens_one_sentence(name, exact):
     with pytest.raises(InputError, match=f"{name} looks at the prompt again: pass tokens="):
         kvjax.condense(model(), exact, kvjax.recipe(name))
+
+
+def test_scoring_needs_little_more_than_a_prefill():
+    """Temporaries of a KVzip pass over 2,048 tokens of SmolLM2 (chunk and input whole), by XLA's
+    own count: at most 1.2 times those of a prefill of as many tokens in chunks of 512. The scores
+    of all heads for input and chunk would be 153 MB alone; they are never there."""
+    config = ModelConfig(
+        "llama", vocab=49152, width=576, mlp=1536, heads=9, kv_heads=3, head_dim=64,
+        kinds=(LayerKind(),), pattern=(0,) * 30, context=8192,
+    )  # fmt: skip
+    length, recipe = 2048, kvjax.recipe("kvzip")
+    params = abstract_params(config)
+    cache = init.abstract_cache(config, kvjax.recipe("exact"), 1, length)
+    ids = lambda t: jax.ShapeDtypeStruct((1, t), jnp.int32)  # noqa: E731
+    count = jax.ShapeDtypeStruct((1,), jnp.int32)
+    need = lambda made: made.compile().memory_analysis().temp_size_in_bytes  # noqa: E731
+    prefill = need(api._read.lower(params, config, cache, ids(recipe.chunk), count, "last"))
+    watch = observing.watcher(recipe).replace(first=jnp.int32(0), size=length, sinks=4)
+    asked = ids(length + 30)  # the request and the turn to the assistant
+    scoring = need(observing._observe.lower(params, config, cache, asked, count, watch, None))
+    assert scoring <= 1.2 * prefill, (scoring, prefill)

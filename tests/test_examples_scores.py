@@ -145,3 +145,15 @@ def test_key_diff():
     got = score("key_diff", seen([[1, 0], [2, 0], [0, 5], [1, 0]]))[0]
     far, near = -1 / np.sqrt(10), -3 / np.sqrt(10)
     np.testing.assert_allclose(got, [near, near, far, near], rtol=1e-6)
+
+
+def test_kvzip_runs_takes_the_neighbours_along():
+    """Tokens 0 and 3 are looked at, 5 a little: with a kernel of 3 they lend their scores to the
+    tokens beside them; a token that does not compete lends none."""
+    needed = np.array([[[1.0, 0.0, 0.0, 5.0, 0.0, 0.5]]], np.float32)
+    of = lambda **more: seen(np.zeros((6, 2)), evidence={"maxima": jnp.asarray(needed)}, **more)  # noqa: E731
+    assert score("reconstruction", of()).tolist() == needed[0].tolist()
+    runs = score("reconstruction", of(), kernel=3)
+    assert runs.tolist() == [[1.0, 1.0, 5.0, 5.0, 5.0, 0.5]]
+    rest = jnp.asarray([[[True, True, True, False, True, True]]])
+    assert score("reconstruction", of(open=rest), kernel=3).tolist() == [[1, 1, 0, 0, 0.5, 0.5]]

@@ -109,6 +109,7 @@ def test_training_without_its_packages_is_one_sentence(monkeypatch, capsys):
 
 @pytest.mark.parametrize("words, sentence", [
     (["--steps", "3"], "razor takes --length only"),
+    (["--count", "3"], "--count is of kvzap"),
     (["--model", "nowhere"], "nowhere"),
 ])  # fmt: skip
 def test_bad_options_of_train(words, sentence, monkeypatch, capsys):

@@ -18,9 +18,12 @@ EPOCHS = 4  # of less, unless told: the paper's 40 take hours on a CPU
 def main(args) -> None:
     """Runs the command; its options are in kvjax/cli.py."""
     texts = None if args.text is None else [read_text(name) for name in args.text]
+    if args.count is not None and args.recipe != "kvzap":
+        raise InputError(f"--count is of kvzap, how many pieces it repeats; {args.recipe} has none")
     path = target(args.recipe, args.model, args.out, args.force)
     model, _ = loaded(args.model)
-    say(args, run(args.recipe, model, path, texts, args.length, args.steps), show)
+    more = {} if args.count is None else {"count": args.count}
+    say(args, run(args.recipe, model, path, texts, args.length, args.steps, **more), show)
 
 
 def target(recipe: str, model: str, out: str | None, force: bool) -> Path:
@@ -32,10 +35,10 @@ def target(recipe: str, model: str, out: str | None, force: bool) -> Path:
     return path
 
 
-def run(recipe: str, model, path: Path, texts, length, steps) -> dict[str, Any]:
-    """Makes the tables of a recipe and writes them."""
+def run(recipe: str, model, path: Path, texts, length, steps, **more) -> dict[str, Any]:
+    """Makes the tables of a recipe and writes them; more: options that it alone has."""
     started = time.perf_counter()
-    made = MAKERS[recipe](model, texts, length, steps)
+    made = MAKERS[recipe](model, texts, length, steps, **more)
     tables.save_tables(path, made, model, overwrite=True)
     return {"recipe": recipe, "file": str(path), "bytes": kvjax.nbytes(made),
             "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
@@ -67,10 +70,10 @@ def _kvzip_heads(model, texts, length, steps):
     return {"scorer": {"label": found.label}}
 
 
-def _kvzap(model, texts, length, steps):
+def _kvzap(model, texts, length, steps, **options):
     from kvjax.train import kvzap
 
-    options = {} if length is None else {"length": (length, length)}
+    options |= {} if length is None else {"length": (length, length)}
     options |= {} if steps is None else {"epochs": steps}
     return kvzap.surrogate(model, texts, **options)
 

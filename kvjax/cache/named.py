@@ -97,6 +97,13 @@ NAMED = {
         "Keeps what repeating the context needs, with one budget for all layers and heads",
         "Kim et al. 2025, arXiv:2505.23416",
     ),
+    "kvzip_runs": Entry(
+        CacheRecipe("kvzip_runs", "after", 0.5, window=0, store=Store(page=32),
+                    choice=Choice(Spec("reconstruction", (("kernel", 3), ("part", 128))),
+                                  Spec("model"), sinks=4)),
+        "Keeps as kvzip, with the neighbours of what is needed, repeated in short parts",
+        "kvjax; scores of Kim et al. 2025, arXiv:2505.23416",
+    ),
     "kvzip_uniform": Entry(
         CacheRecipe("kvzip_uniform", "after", 0.5, window=0, store=Store(),
                     choice=Choice(Spec("reconstruction"), sinks=4)),

@@ -7,6 +7,7 @@ from einops import rearrange
 from kvjax import struct
 from kvjax.errors import InputError
 from kvjax.evidence import Looked
+from kvjax.scorers import smoothing
 from kvjax.scorers.seen import Seen
 from kvjax.shapes import EMPTY, Array, Int
 
@@ -98,7 +99,8 @@ class Reconstruction:
     The scoring input is a request to repeat, the chat template's turn to the assistant, and the
     chunk (kvjax/repeating.py). Tokens before `first` (a system prompt) are not repeated: keep them
     as sinks, which are the first keys of the softmax too. plus=True is KVzip+: attention times the
-    norm of what a value writes, over the norm of the scoring token's hidden state.
+    norm of what a value writes, over the norm of the scoring token's hidden state. kernel above 1
+    gives a token the highest score of `kernel` neighbours, as SnapKV does: ours, not the card's.
     The question is never looked at, and one compressed cache serves many.
     Source: Kim et al. 2025, arXiv:2505.23416 (KVzip), section 3 and its code; plus: kvpress 0.5.5.
     """
@@ -106,11 +108,13 @@ class Reconstruction:
     part: int = struct.static(2048)
     first: int = struct.static(0)
     plus: bool = struct.static(False)
+    kernel: int = struct.static(1)
 
     reads = "repeat"
 
     def check(self):
-        """Refuses parts of no tokens."""
+        """Refuses parts of no tokens, and no neighbours."""
+        smoothing.check(self.kernel, "max", "max")
         if self.part < 1 or self.first < 0:
             raise InputError(f"part must be from 1, first from 0, got {self.part}, {self.first}")
 
@@ -119,4 +123,7 @@ class Reconstruction:
 
     def __call__(self, seen: Seen):
         assert seen.evidence is not None, "its observer has not looked"
-        return seen.evidence["maxima"]
+        scores = seen.evidence["maxima"]  # [b n s]
+        if self.kernel == 1:
+            return scores
+        return smoothing.smoothed(scores, seen.competes, self.kernel, "max", "max")

@@ -19,6 +19,9 @@ BLOCK = 512
 WHOLE = 64
 """Up to so many query rows per kv head, all keys are one block: their scores are small."""
 
+STRIP = 128
+"""Queries that share the keys they may see, of a block that attends to itself."""
+
 
 @struct.dataclass
 class Query(struct.Record):
@@ -64,6 +67,23 @@ def attend_rows(
     return attend_blocks(query, read, k.shape[2], pos, bias, **sizes)
 
 
+def attend_own(query: Query, k, v, pos):
+    """`attend_rows` of tokens to themselves, in the order of arrival, padding last.
+
+    Keys behind a strip of queries are left out: it sees none of them.
+    """
+    t = query.q.shape[1]
+    if not query.causal or not STRIP < t <= BLOCK:
+        return attend_rows(query, k, v, pos)
+    parts = []
+    for start in range(0, t, STRIP):
+        stop = min(start + STRIP, t)
+        strip = query.replace(q=query.q[:, start:stop], pos=query.pos[:, start:stop])
+        parts.append(attend_rows(strip, k[:, :, :stop], v[:, :, :stop], pos[:, :stop]))
+    out, lse = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
+    return out, lse
+
+
 def attend_blocks(query, read, slots, pos, bias=None, *, kv_heads, value_dim, block=BLOCK,
                   whole=True):  # fmt: skip
     """`attend_rows` over keys and values that `read(start, size) -> (k, v)` yields block by block.
@@ -78,6 +98,8 @@ def attend_blocks(query, read, slots, pos, bias=None, *, kv_heads, value_dim, bl
         return _by_queries(query, read, slots, pos, bias, kv_heads, value_dim, block, whole)
     q = rearrange(query.q, "b t (n g) d -> b n (g t) d", n=kv_heads)
     q = q * jnp.asarray(query.scale, q.dtype)
+    if t * group > WHOLE:  # XLA's CPU product would turn the axes of queries while it multiplies
+        q = jax.lax.platform_dependent(q, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
     def part(start, size, first=0):
         kb, vb = read(start, size)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from kvjax.attention import Query, attend_rows
+from kvjax.attention import Query, attend_own
 from kvjax.cache import stat
 from kvjax.cache.cache import Cache, Tokens, attend, merge_all, places, raw_keys, readable
 from kvjax.config import ModelConfig
@@ -152,7 +152,7 @@ def _layer(config, kind, use, x, pos, turn, at, recipe, mine, observer):
     if memory is None and observer is not None:
         out, seen = observer.mix(query, k, v_, pos, tables, use, y)
     else:
-        out, seen = attend_rows(query, k, v_, pos), ()
+        out, seen = attend_own(query, k, v_, pos), ()
     if memory is not None:
         assert recipe is not None
         pieces, read = attend(memory, query, at, recipe, kind.rope, tables, pooled)

@@ -93,7 +93,7 @@ def _cases():
         "ada_snapkv int8", "snapkv int8 rerot", "hybrid exact", "hybrid streaming_llm",
         "hybrid int8", "h2o during", "tova during",
         "pyramidkv", "tova", "expected_attention", "ada_expected", "kvzip int8",
-        "kvzip", "kvzip_uniform", "twice ada_snapkv", "chunkkv", "keydiff",
+        "kvzip", "kvzip_runs", "kvzip_uniform", "twice ada_snapkv", "chunkkv", "keydiff",
         "kvzap", "razor", "duo", "kvzip_heads", "less", "finch", "metasoft", "dms",
     )  # fmt: skip
     on = ((made, PLAIN), (hybrid, HYBRID), (twice, TWICE))

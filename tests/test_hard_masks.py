@@ -12,7 +12,7 @@ from hard import FIRST, TIERS, absorb_long, fast_compile, longer, small  # noqa:
 
 import kvjax
 from kvjax import scorers
-from kvjax.attention import Query, attend_rows, mass, merge
+from kvjax.attention import Query, attend_own, attend_rows, mass, merge
 from kvjax.cache.cache import attend, merge_all, places
 from kvjax.cache.condense import compact
 from kvjax.cache.recipes import resolve
@@ -76,6 +76,21 @@ def test_added_masks_that_overflow_are_masks(dtype, masked_slots):
             g = np.asarray(g, np.float32)
             assert np.isfinite(g).all()
             assert i == 0 or (g[:, :, masked_slots] == 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_tokens_that_see_themselves_in_strips(window):
+    """300 tokens, of which the second row has 170 and padding: as with all keys in sight."""
+    rng, row = generator("strips"), np.arange(300)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, *x)), jnp.float32)
+               for x in ((300, 4, 8), (2, 300, 8), (2, 300, 8)))  # fmt: skip
+    pos = jnp.asarray([row + 7, np.where(row < 170, row, -1)])
+    query = Query(q, pos, 8**-0.5, window)
+    for one, two in zip(attend_own(query, k, v, pos), attend_rows(query, k, v, pos), strict=True):
+        np.testing.assert_allclose(one, two, atol=2e-6)
+    free = query.replace(causal=False, window=None)
+    for one, two in zip(attend_own(free, k, v, pos), attend_rows(free, k, v, pos), strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_merging_with_nothing_changes_nothing():

@@ -295,7 +295,7 @@ def _joined(groups, seen, most, config, recipe, room: sizes.Sizes, length: int, 
         for j, old in enumerate(bodies):
             pos = flat(unpack_pos(old.pos))
             pos = jnp.where(pos >= first * (j > 0), pos + starts[j], -1)
-            parts.append((*map(flat, codec.decode(old.codes, jnp.dtype(config.dtype))), pos))
+            parts.append((*map(flat, codec.read(old.codes, jnp.dtype(config.dtype))), pos))
         k, v, pos = (jnp.concatenate(x, axis=3) for x in zip(*parts, strict=True))
         pack = lambda x, b=body, c=codec: condense.gather(x[2] >= 0, b, x[0], x[1], x[2], c, None)  # noqa: E731
         codes, pos = jax.lax.map(pack, (k, v, pos))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import codecs
 from kvjax.cache import ops
 from kvjax.cache.recipes import RECIPES, REST, options_of
 from kvjax.config import CacheRecipe, LayerKind, ModelConfig, Rope
@@ -47,6 +48,14 @@ class Case:
     def after(self) -> bool:
         return self.recipe.store is not None and self.recipe.when == "after"
 
+    @property
+    def edges(self) -> list[int]:
+        """How many of LENGTHS have left the tail: whole groups, where all are kept."""
+        if self.recipe.store is None:
+            return [0 for _ in LENGTHS]
+        size = 1 if self.recipe.choice else codecs.pair(self.recipe.store).group
+        return [(n - self.recipe.window) // size * size for n in LENGTHS]
+
     def __str__(self) -> str:
         return self.name
 
@@ -62,13 +71,24 @@ def small(name: str, **options) -> CacheRecipe:
     return kvjax.recipe(name, **({k: v for k, v in wanted.items() if k in known} | options))
 
 
+CODED = {  # pages of whole words, and groups that are smaller than a page and a head
+    "int4": dict(page=8),
+    "kivi": dict(page=16, group_size=4),
+    "grouped": dict(page=8, group_size=8),
+}
+
+
 def _cases():
-    made = {name: small(name) for name in RECIPES}
+    made = {name: small(name, **CODED.get(name, {})) for name in RECIPES}
     made |= {
         "key_norm during": small("key_norm", when="during", sinks=2),
         "key_norm during int8,raw": small("key_norm", when="during", codec=("int8", "raw")),
         "key_norm rerot": small("key_norm", positions="rerot"),
         "snapkv int8": small("snapkv", codec="int8"),
+        "snapkv kivi": small("snapkv", codec="kivi", **CODED["kivi"]),
+        "key_norm during raw,int4": small("key_norm", when="during", codec=("raw", "int4"), page=8),
+        "ada_snapkv int4": small("ada_snapkv", codec="int4", page=8),
+        "kivi after": small("kivi", when="after", **CODED["kivi"]),
         "snapkv int8 rerot": small("snapkv", codec="int8", positions="rerot"),
         "ada_snapkv int8": small("ada_snapkv", codec="int8"),
         "kvzip int8": small("kvzip", codec="int8"),
@@ -94,7 +114,8 @@ def _cases():
         "hybrid int8", "h2o during", "tova during",
         "pyramidkv", "tova", "expected_attention", "ada_expected", "kvzip int8",
         "kvzip", "kvzip_runs", "kvzip_uniform", "twice ada_snapkv", "chunkkv", "keydiff",
-        "kvzap", "razor", "duo", "kvzip_heads", "less", "finch", "metasoft", "dms",
+        "fp8", "grouped", "snapkv kivi", "key_norm during raw,int4", "ada_snapkv int4",
+        "kivi after", "kvzap", "razor", "duo", "kvzip_heads", "less", "finch", "metasoft", "dms",
     )  # fmt: skip
     on = ((made, PLAIN), (hybrid, HYBRID), (twice, TWICE))
     return {k: Case(k, r, c, k not in slow) for some, c in on for k, r in some.items()}

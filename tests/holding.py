@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import codecs
 from kvjax.cache.pool import fold, unfold
 from kvjax.cache.state import State
+from kvjax.config import Store
 
 
 def arrivals(cache, group):
@@ -27,7 +29,7 @@ def arrivals(cache, group):
         if isinstance(body, State):
             bodies.append(None)
             continue
-        shape = jax.tree.leaves(body.codes)[0].shape[:5]
+        shape = (*jax.tree.leaves(body.codes)[0].shape[:4], body.page)
         if body.pos is None:
             flat = np.asarray(body.base)[..., None] + np.arange(shape[3] * shape[4])
             flat = np.where(flat < edge[:, None], flat, -1)[:, :, None]
@@ -60,6 +62,8 @@ def overwrite(cache, rng=None):
 
     def fill(leaf, empty):
         leaf = np.asarray(leaf)
+        at = empty.ndim - 1  # of the slots; a group of them may share an entry
+        empty = empty.reshape(*empty.shape[:at], leaf.shape[at], -1).all(-1)
         empty = empty.reshape(empty.shape + (1,) * (leaf.ndim - empty.ndim))
         other = np.zeros(leaf.shape) if rng is None else rng.normal(size=leaf.shape) * 50
         return jnp.asarray(np.where(empty, other.astype(leaf.dtype), leaf))
@@ -67,7 +71,9 @@ def overwrite(cache, rng=None):
     def filled_up(body, pos):
         if pos is None:
             return body
-        return body.replace(codes=jax.tree.map(lambda x: fill(x, pos < 0), body.codes))
+        pair = codecs.pair(Store() if body.plain else cache.recipe.store)
+        codes = jax.tree.map(lambda x: fill(x, pos < 0), pair.unpack(body.codes))
+        return body.replace(codes=pair.pack(codes))
 
     groups = []
     for group in cache.groups:
@@ -79,14 +85,16 @@ def overwrite(cache, rng=None):
     pool = cache.pool
     if pool is not None:
         codes, empty = pool_codes(cache), in_pool(cache)[2][None, :, None] < 0
-        pool = pool.replace(codes=fold(jax.tree.map(lambda x: fill(x, empty), codes)))
+        codes = jax.tree.map(lambda x: fill(x, empty), codes)
+        pool = pool.replace(codes=fold(codecs.pair(cache.recipe.store).pack(codes)))
     return cache.replace(groups=tuple(groups), pool=pool)
 
 
 def pool_codes(cache):
     """The codes of the pool, slot by slot: leaves [1 b 1 p s ...]."""
-    lead = cache.pool.owner.shape
-    return unfold(cache.pool.codes, cache.recipe, lead, cache.groups[0].tail.k.shape[-1])
+    lead, d = cache.pool.owner.shape, cache.groups[0].tail.k.shape[-1]
+    stored = unfold(cache.pool.codes, cache.recipe, lead, d)
+    return codecs.pair(cache.recipe.store).unpack(stored)
 
 
 def assert_same(one, two, but=()):

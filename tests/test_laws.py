@@ -87,9 +87,8 @@ def _edges(case, cache):
     """How many tokens each (layer, row, head) body of `entries` must hold: all but the window."""
     if case.recipe.store is None:
         return []
-    rows = [n - case.recipe.window for n in LENGTHS]
     shapes = [jax.tree.leaves(b.codes)[0].shape for g in cache.groups for b in g.bodies]
-    return [rows[row] for s in shapes for _, row, _ in np.ndindex(s[:3])]
+    return [case.edges[row] for s in shapes for _, row, _ in np.ndindex(s[:3])]
 
 
 @names(KEY_ONLY)

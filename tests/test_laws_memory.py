@@ -62,7 +62,7 @@ def test_shape_and_donation(case):
 def test_arrivals(case):
     """Slots know their tokens: unique in a head, ascending once condensed, as many as declared."""
     cache = filled(case)
-    edge = [n - case.recipe.window if case.recipe.store else 0 for n in LENGTHS]
+    edge = case.edges
     if case.recipe.window == REST:  # 24 entries, 4 of them sinks, whatever the length
         edge = [max(n - 20, 0) for n in LENGTHS]
     assert np.asarray(cache.edge).tolist() == edge
@@ -220,6 +220,11 @@ BYTES = {  # per layer and row, by hand: floats of 4 bytes, d = 16, 2 kv heads, 
     "exact": 2 * 48 * 2 * 64,
     # tail: window 4 + stride 4 + lookahead 3; body: 48 slots of 2 * (16 codes + a scale); base
     "int8": 2 * 11 * 128 + 2 * 48 * 2 * (16 + 4) + 4,
+    # tail as above; body: 48 slots of 2 * (16 numbers of 4 bits + a scale of 2 bytes); base
+    "int4": 2 * 11 * 128 + 2 * 48 * 2 * (8 + 2) + 4,
+    # tail: 3 more for a group not whole, in fours; body: 48 slots of keys, 16 numbers of 2 bits and
+    # a quarter of 16 scales and minima, and of values, with 4 scales and minima
+    "kivi": 2 * 16 * 128 + 2 * 48 * (4 + 16 + 4 + 16) + 4,
     # body: half of 48, less the window of 4, in pages of 4: 20 slots, with 2 bytes of position each
     "key_norm during": 2 * 11 * 128 + 2 * 20 * (128 + 2) + 4,
     "key_norm during int8,raw": 2 * 11 * 128 + 2 * 20 * (20 + 64 + 2) + 4,

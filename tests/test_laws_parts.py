@@ -146,7 +146,7 @@ def test_attention_of_a_body(name):
     tail, bodies = arrivals(cache, group)
     last, pooled, held = group.stop - group.start - 1, None, []
     for body, pos in zip(group.bodies, bodies, strict=True):  # k, v, and who sees them [b n p s]
-        k, v = (x[last] for x in decode(body.codes))
+        k, v = (x[last] for x in decode(pair.unpack(body.codes)))
         held.append((k, v, pos[last] >= 0))
     if group.pooled is not None:
         mine = group.pooled + last

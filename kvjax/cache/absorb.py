@@ -50,16 +50,12 @@ def _append(body, k, v, arrival, recipe, tables):
     count = (mine >= 0).sum(axis=1)
     slot = jnp.where(count > 0, mine[:, 0], body.base[0]) - body.base[0]
     fits = jnp.clip(body.capacity - slot, 0, count)
-    a = k.shape[3]
     encode = jax.vmap(lambda t, *x: codecs.pair(recipe.store, t).encode(*x))
-    codes = encode(tables, k, v, arrival >= 0)
-
-    def write(leaf, new):
-        per = a // new.shape[3]  # tokens to an entry: 1, or the group that shares it
-        return write_pages(leaf, new, slot // per, fits // per)
-
+    new, pair = encode(tables, k, v, arrival >= 0), codecs.pair(recipe.store)
+    a = k.shape[3]
+    codes = write_pages(body.codes, new, slot, fits, pair=pair, page=body.page, tokens=a)
     left = jnp.where(jnp.arange(a) >= fits[:, None, None], arrival, -1)
-    return body.replace(codes=jax.tree.map(write, body.codes, codes)), (k, v, left)
+    return body.replace(codes=codes), (k, v, left)
 
 
 def _compete(body, k, v, arrival, stat, budget, length, recipe, tables):
@@ -73,7 +69,7 @@ def _compete(body, k, v, arrival, stat, budget, length, recipe, tables):
         here = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, False)  # noqa: E731
         pair = codecs.pair(recipe.store, table := jax.tree.map(lambda x: jnp.asarray(x)[i], tables))
         new = jax.tree.map(here, (k, v, arrival, stat))
-        old = (*pair.decode(jax.tree.map(here, codes), k.dtype), *jax.tree.map(here, (pos, held)))
+        old = (*pair.read(jax.tree.map(here, codes), k.dtype), *jax.tree.map(here, (pos, held)))
         plan, where, kept = _plan(old, new, budget, length, recipe, table)
         codes, leaving = _exchange(codes, i, plan, new[0], new[1], pair)
         put = lambda x, y: pinned(jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), i, 0))  # noqa: E731
@@ -150,12 +146,15 @@ def _exchange(codes, i, plan, k, v, pair):
             lambda x: jax.lax.dynamic_slice(x, at(x), (1, *x.shape[1:3], per, *x.shape[4:]))[0],
             codes,
         )
+        old = pair.unpack(old)
 
-        def write(leaf, old, new):
+        def blend(old, new):
             flat = old.reshape(*old.shape[:2], per * page, *old.shape[4:])
             take = jnp.take_along_axis(new, _as(token, new), axis=2)
-            mixed = jnp.where(_as(taken, new), take, flat).reshape(1, *old.shape)
-            return pinned(jax.lax.dynamic_update_slice(leaf, mixed, at(leaf)))
+            return jnp.where(_as(taken, new), take, flat).reshape(old.shape)
+
+        def put(leaf, pages):
+            return pinned(jax.lax.dynamic_update_slice(leaf, pages[None], at(leaf)))
 
         stop = jnp.minimum((j + 1) * per, pages) * page
         mine = (plan.lost >= j * per * page) & (plan.lost < stop)
@@ -165,7 +164,8 @@ def _exchange(codes, i, plan, k, v, pair):
             x = rearrange(x, "b n p s d -> b n (p s) d")
             x = jnp.take_along_axis(x, _as(slot, x), axis=2)
             out.append(jnp.where(_as(mine, x), x, so_far))
-        return jax.tree.map(write, codes, old, fresh), tuple(out)
+        mixed = pair.pack(jax.tree.map(blend, old, fresh))
+        return jax.tree.map(put, codes, mixed), tuple(out)
 
     return jax.lax.fori_loop(0, -(-pages // per), block, (codes, gone))
 

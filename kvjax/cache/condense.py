@@ -211,7 +211,7 @@ def gather(keep, body, k, v, pos, pair, turned):
         rearrange(x, "b n (p s) ... -> b n p s ...", s=body.page) for x in (k, v, real, arrival)
     )
     blank = real[..., None]
-    codes = pair.encode(jnp.where(blank, k, 0), jnp.where(blank, v, 0), real)
+    codes = pair.write(jnp.where(blank, k, 0), jnp.where(blank, v, 0), real)
     return codes, pack_pos(arrival, jnp.int32 if body.pos is None else body.pos.dtype)
 
 
@@ -246,7 +246,7 @@ def _pool(cache, keep, config, recipe, room, budget):
     blank = real[..., None]
     wide = lambda x: x[None, :, None]  # noqa: E731
     k, v = (wide(jnp.where(blank, x, 0)) for x in (k, v))
-    codes = fold(codecs.pair(recipe.store).encode(k, v, wide(real)))
+    codes = fold(codecs.pair(recipe.store).write(k, v, wide(real)))
     owner = jnp.where(real.any(axis=-1), head, -1)
     return shape.replace(
         codes=codes, pos=pack_pos(wide(arrival), shape.pos.dtype), first=first, count=count,

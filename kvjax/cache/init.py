@@ -24,10 +24,10 @@ def check(config: ModelConfig, recipe: CacheRecipe, max_length: int) -> None:
     if recipe.store is None:
         return
     pair = codecs.pair(recipe.store)
-    if recipe.store.page % pair.group:
+    if recipe.store.page % pair.unit:
         raise InputError(
-            f"pages of {recipe.store.page} slots do not hold whole groups of {pair.group}; "
-            f"use page={round_up(recipe.store.page, pair.group)}"
+            f"pages of {recipe.store.page} slots do not hold whole groups and words of the codec, "
+            f"which are of {pair.unit}; use page={round_up(recipe.store.page, pair.unit)}"
         )
     if recipe.when == "after" and recipe.store.positions == "read":
         raise InputError(
@@ -230,7 +230,7 @@ def empty_body(config, recipe, depth, batch, pages, max_length, *, closed=False)
     pair, dtype = codecs.pair(recipe.store), jnp.dtype(config.dtype)
     lead = (depth, batch, n, pages)
     x = jnp.zeros((*lead, page, d), dtype)
-    codes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(pair.encode, x, x))
+    codes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(pair.write, x, x))
     pos = None
     if recipe.choice is not None:
         kind = pos_dtype(max_length)

@@ -152,6 +152,16 @@ NAMED = {
         "Meta-Soft 2026, arXiv:2605.22337 (its abstract); Judge Q 2025, arXiv:2509.10798",
         "probes of this model",
     ),
+    "kivi": Entry(
+        CacheRecipe("kivi", window=128, store=Store(Spec("kivi"), Spec("kivi"))),
+        "Keeps every token, keys in 4 levels per channel and values in 4 per token",
+        "Liu et al. 2024, arXiv:2402.02750",
+    ),
+    "grouped": Entry(
+        CacheRecipe("grouped", window=128, store=Store(Spec("grouped"), Spec("grouped"))),
+        "Keeps every token, 64 channels at a time in 16 levels",
+        "QuantizedLayer of Hugging Face transformers",
+    ),
     "dms": Entry(
         CacheRecipe("dms", "during", 0.5, window=256, store=Store(),
                     choice=Choice(Spec("gate"),

@@ -43,7 +43,7 @@ class Pool(struct.Record):
 
 
 def fold(codes):
-    """Codes [1 b 1 p s ...] as a pool stores them: a page is rows of 128 numbers, or one row."""
+    """Packed codes [1 b 1 p ...] as a pool stores them: a page is rows of 128 numbers, or one."""
 
     def one(x):
         size = x[0, 0, 0, 0].size
@@ -53,10 +53,10 @@ def fold(codes):
 
 
 def unfold(codes, recipe: CacheRecipe, lead, d: int):
-    """Folded codes with leading axes `lead`, pages last, as the codec knows them: [.. s ...]."""
+    """Folded codes with leading axes `lead`, pages last, as `codecs.Pair.pack` gave them."""
     assert recipe.store is not None
     x = jax.ShapeDtypeStruct((*lead, recipe.store.page, d), jnp.float32)
-    like = jax.eval_shape(codecs.pair(recipe.store).encode, x, x)
+    like = jax.eval_shape(codecs.pair(recipe.store).write, x, x)
     return jax.tree.map(lambda x, y: x.reshape(y.shape), codes, like)
 
 
@@ -71,7 +71,7 @@ def empty(recipe: CacheRecipe, pages: int, most: int, layers: int, batch: int, d
     page, pair = recipe.store.page, codecs.pair(recipe.store)
     lead = (1, batch, 1, pages)
     x = jnp.zeros((*lead, page, d), dtype)
-    like = jax.eval_shape(lambda: fold(pair.encode(x, x)))
+    like = jax.eval_shape(lambda: fold(pair.write(x, x)))
     codes = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
     pos = pack_pos(jnp.full((*lead, page), -1, jnp.int32), kind)
     zero = lambda: jnp.zeros((layers, batch), jnp.int32)  # noqa: E731  # a buffer each: donated
@@ -142,7 +142,7 @@ def _attend(rows, first, count, query, n, recipe, pair, most):
         mine = (index >= start[:, None]) & (index < (first + count)[:, None])
         own = jnp.where(mine, cut(owner), -1)
         here = unfold(jax.tree.map(cut, codes), recipe, (len(low), 1, per), query.q.shape[3])
-        k, v = pair.decode(here, query.q.dtype)
+        k, v = pair.read(here, query.q.dtype)
         return _block(query, k[:, 0], v[:, 0], own, unpack_pos(cut(pos)), n)
 
     def add(carry, i):

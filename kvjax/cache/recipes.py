@@ -37,7 +37,7 @@ USED = {entry.recipe.choice.scorer.name for entry in NAMED.values() if entry.rec
 RECIPES = (
     NAMED
     | {name: _scored(name) for name in scorers.SCORERS if name not in USED}
-    | {name: _coded(name) for name in codecs.CODECS if name != "raw"}
+    | {name: _coded(name) for name in codecs.CODECS if name != "raw" and name not in NAMED}
 )
 """Every recipe by name: those above, and one for each scorer and codec that they do not use."""
 
@@ -52,7 +52,8 @@ def recipe(name: str, /, **options: Any) -> CacheRecipe:
 
     keep (fraction of token entries kept) or slots (their number), window, sinks, when, stride,
     lookahead, chunk, page, positions, count; codec ("int8", or a pair for keys and values), scorer
-    and budget by their names in their tables (any combine); and the options of these three; fold
+    and budget by their names in their tables (any combine); and the options of these three, those
+    of a codec for both sides or as a pair (bits=4, bits=(4, 2)); fold
     ("random_features", "less": what eviction drops goes into a state, when="during"); reducer
     ("mean": one entry of each head stands for what condense drops there; "flow": its values go
     into those of what is kept). An unknown name or option raises InputError and offers the
@@ -76,7 +77,7 @@ def options_of(made: CacheRecipe) -> dict[str, object]:
     out = {k: getattr(made, k) for k in ("window", "stride", "lookahead", "chunk")}
     if made.store is not None:
         out |= {"when": made.when, "page": made.store.page, "positions": made.store.positions}
-        out |= _defaults(codecs.build(made.store.k, "k")) | dict(made.store.k.options)
+        out |= _of_codecs(made.store)
     if made.choice is not None:
         out |= {"keep": made.keep, "fold": None if made.fold is None else str(made.fold)}
         out |= {"reducer": None if made.reducer is None else str(made.reducer)}
@@ -109,6 +110,13 @@ def _defaults(method) -> dict[str, object]:
     return {
         f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.name not in fixed
     }
+
+
+def _of_codecs(store) -> dict[str, object]:
+    """The options of both codecs: one value, or a pair for keys and values where they differ."""
+    k, v = (_defaults(codecs.build(x, side)) for x, side in ((store.k, "k"), (store.v, "v")))
+    both = {name: (k.get(name, x), v.get(name, x)) for name, x in (v | k).items()}
+    return {name: x[0] if x[0] == x[1] else x for name, x in both.items()}
 
 
 def _with_codec(made, codec):
@@ -154,8 +162,20 @@ def _with(made, option, value):
                 return replace(
                     made, choice=replace(choice, **{name: _spec_with(spec, option, value)})
                 )
-    k, v = (_spec_with(spec, option, value) for spec in (made.store.k, made.store.v))
-    return replace(made, store=replace(made.store, k=k, v=v))
+    return replace(made, store=_coded_with(made.store, option, value))
+
+
+def _coded_with(store, option, value) -> Store:
+    """The store with an option of the codecs that have it: of both sides, or a pair."""
+    pair = value if isinstance(value, (tuple, list)) else (value, value)
+    if len(pair) != 2:
+        raise InputError(f"{option} must be one value, or one for keys and one for values: {value}")
+    sides = {}
+    for side, mine in zip("kv", pair, strict=True):
+        spec = getattr(store, side)
+        has = option in _defaults(codecs.build(spec, side))
+        sides[side] = _spec_with(spec, option, mine) if has else spec
+    return replace(store, **sides)
 
 
 def _with_method(made, part, build, value):

@@ -18,13 +18,14 @@ BLOCK = 512
 
 @struct.dataclass
 class Slots(struct.Record):
-    """A body: codes in pages. Leaves that grow with tokens are [l b rows pages slots ...].
+    """A body: codes in pages. Leaves that grow with tokens are [l b rows pages ...], those of
+    codes as `codecs.Pair.pack` leaves a page, the others [l b rows pages slots].
 
     Without `pos` the slot is the position: slot s holds arrival base + s, once base + s < edge.
     With it (a scorer chose), each slot knows its arrival. Row r is kv head r.
     """
 
-    codes: tuple  # (codes of keys, codes of values)
+    codes: tuple  # (packed codes of keys, of values)
     base: Int[Array, "l b"]
     pos: Int[Array, "l b r p s"] | None = None  # uint16, all ones empty; int32, -1 empty, if longer
     bias: Float[Array, "l b r p s"] | None = None  # added to the logits
@@ -134,4 +135,4 @@ def on_read(recipe, pair) -> str | None:
 
 def _decode(body, pair, first, pages, dtype):
     """Keys and values [b r pages slots d] of a range of pages."""
-    return pair.decode(jax.tree.map(lambda x: cut(x, first, pages, 2), body.codes), dtype)
+    return pair.read(jax.tree.map(lambda x: cut(x, first, pages, 2), body.codes), dtype)

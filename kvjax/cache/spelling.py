@@ -38,8 +38,12 @@ def parse(word: str) -> CacheRecipe:
     """The recipe that a word names: "snapkv", "snapkv+int8@0.5", "ada_snapkv@0.25,window=64".
 
     After + stands its codec, or two as in +int8/raw for keys and values; after @ what it keeps.
+    Options of the codec may be two in the same way: "kivi,bits=4/2".
     """
     name, options = split(word, "keep")
+    for option, given in options.items():
+        if isinstance(given, str) and "/" in given:
+            options[option] = tuple(map(value, given.split("/")))
     name, plus, codec = name.partition("+")
     if plus:
         sides = tuple(codec.split("/"))
@@ -61,7 +65,8 @@ def spelled(made: CacheRecipe) -> str:
         word += f"@{keep!r}"
     for option, mine in given.items():
         if mine != usual.get(option):
-            word += f",{option}={mine}"
+            sides = mine if isinstance(mine, tuple) else (mine,)
+            word += f",{option}={'/'.join(map(str, sides))}"
     return word
 
 

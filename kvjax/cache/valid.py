@@ -172,7 +172,7 @@ def _pages(where, body, lead, config, recipe, stored=lambda codes: codes):
         raise InputError(f"{where} has {pages} pages of {body.page} slots, expected 1 to 2**31")
     lead = (*lead, pages)
     x = jax.ShapeDtypeStruct((*lead, body.page, config.head_dim), np.dtype(config.dtype))
-    want = jax.eval_shape(lambda k, v: stored(codecs.pair(recipe.store).encode(k, v)), x, x)
+    want = jax.eval_shape(lambda k, v: stored(codecs.pair(recipe.store).write(k, v)), x, x)
     same(f"{where}.codes", str(jax.tree.structure(body.codes)), str(jax.tree.structure(want)))
     held = jax.tree_util.tree_leaves_with_path(body.codes)
     for (at, leaf), like in zip(held, jax.tree.leaves(want), strict=True):

@@ -36,27 +36,37 @@ def write_ring(leaf, new, start: Int[Array, "b"], count: Int[Array, "b"]):
     return jax.lax.fori_loop(0, leaf.shape[1], one, pinned(leaf))
 
 
-def write_pages(leaf, new, start: Int[Array, "b"], count: Int[Array, "b"]):
-    """Writes new[:, b, :, j] to slot start[b] + j for j < count[b], in place.
+def write_pages(stored, new, start: Int[Array, "b"], count: Int[Array, "b"], *,
+                pair, page: int, tokens: int):  # fmt: skip
+    """Writes the codes new[:, b, :, j] to slot start[b] + j for j < count[b], in place.
 
-    leaf: [l b r p s ...], slots counted through the pages; new: [l b r t ...]; start + count must
-    be at most p * s. Whole pages are rewritten: an index into the slots of a page, which may be on
-    the lanes, makes XLA lay the whole leaf out anew.
+    stored: what `pair` packs, leaves [l b r p ...], slots counted through the pages of `page`; new:
+    not packed, of so many tokens, leaves [l b r t ...], or [l b r t/g ...] where g tokens share an
+    entry; start and count are multiples of `pair.group`, and their sum is at most the slots. Whole
+    pages are rewritten: a word holds several tokens, and an index into the slots of a page, which
+    may be on the lanes, makes XLA lay the whole leaf out anew.
     """
-    pages, page, t = leaf.shape[3], leaf.shape[4], new.shape[3]
-    if t == 0:
-        return leaf
-    size = min(pages, (page + t - 2) // page + 1)  # pages that t tokens touch, wherever they begin
+    if tokens == 0:
+        return stored
+    _, rows, _, pages = jax.tree.leaves(stored)[0].shape[:4]
+    size = (page + tokens - 2 * pair.group) // page + 1  # pages they touch, wherever they begin
+    size = min(pages, size)
 
-    def one(row, leaf):
+    def one(row, stored):
         first = jnp.clip(start[row] // page, 0, pages - size)
-        token = first * page + jnp.arange(size * page, dtype=jnp.int32) - start[row]
-        old = _cut(leaf, row, first, size)
-        flat = old.reshape(*old.shape[:3], size * page, *old.shape[5:])
-        fresh = _blend(flat, new, row, token, count[row]).reshape(old.shape)
-        return pinned(_put(leaf, fresh, row, first))
 
-    return jax.lax.fori_loop(0, leaf.shape[1], one, pinned(leaf))
+        def blend(old, new):
+            slots = old.shape[4]
+            per = page // slots  # tokens to an entry: 1, or the group that shares it
+            token = first * slots + jnp.arange(size * slots, dtype=jnp.int32) - start[row] // per
+            flat = old.reshape(*old.shape[:3], size * slots, *old.shape[5:])
+            return _blend(flat, new, row, token, count[row] // per).reshape(old.shape)
+
+        old = pair.unpack(jax.tree.map(lambda x: _cut(x, row, first, size), stored))
+        fresh = pair.pack(jax.tree.map(blend, old, new))
+        return jax.tree.map(lambda x, y: pinned(_put(x, y, row, first)), stored, fresh)
+
+    return jax.lax.fori_loop(0, rows, one, jax.tree.map(pinned, stored))
 
 
 def read_ring(leaf, start: Int[Array, "b"], size: int):

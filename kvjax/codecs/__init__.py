@@ -1,14 +1,24 @@
 """HOW a token is stored. A codec is built for one side, keys or values; `Pair` joins two.
 
 The contract of a side: static `group` (tokens that share a scale) and `rope` ("after" or "before"
-RoPE is stored), `encode(x [... s d], valid [... s]) -> codes` with leaves `[... s ...]`,
-`decode(codes, dtype) -> [... s d]`, `bound(x)`: the largest error of an entry, per vector [... s].
+RoPE is stored), `encode(x [... s d], valid [... s]) -> codes` with leaves `[... s ...]`, or
+`[... s/g ...]` where g tokens share an entry, for any multiple s of `group`; `decode(codes, dtype)
+-> [... s d]`; `bound(x)`: the largest error of an entry, per vector [... s].
+
+What lies in a cache is packed, a page at a time: a codec may have `pack(codes) -> stored`, whose
+argument has the slots of one page for its tokens, `unpack(stored) -> codes`, and `unit`, of which
+the slots of a page must be a multiple. They use no tables. Without them codes are stored as they
+are.
 """
 
 import math
 from typing import Any, Protocol
 
 from kvjax import struct
+from kvjax.codecs.fp8 import Fp8
+from kvjax.codecs.grouped import Grouped
+from kvjax.codecs.int4 import Int4
+from kvjax.codecs.kivi import Kivi
 from kvjax.codecs.per_token import Int8
 from kvjax.codecs.raw import Raw
 from kvjax.config import Spec, Store
@@ -34,6 +44,10 @@ class Codec(Protocol):
 CODECS = {
     "raw": Raw,
     "int8": Int8,
+    "fp8": Fp8,
+    "int4": Int4,
+    "kivi": Kivi,
+    "grouped": Grouped,
 }
 
 
@@ -49,6 +63,11 @@ class Pair:
         return math.lcm(self.k.group, self.v.group)
 
     @property
+    def unit(self) -> int:
+        """Slots of a page are a multiple of it: whole groups, and whole words of packed codes."""
+        return math.lcm(self.group, *(getattr(side, "unit", 1) for side in (self.k, self.v)))
+
+    @property
     def raw(self) -> bool:
         """Whether codes are the tokens themselves, so that reading all of them makes no copy."""
         return isinstance(self.k, Raw) and isinstance(self.v, Raw)
@@ -58,6 +77,25 @@ class Pair:
 
     def decode(self, codes, dtype):
         return self.k.decode(codes[0], dtype), self.v.decode(codes[1], dtype)
+
+    def pack(self, codes):
+        """What is stored of the codes of pages, whose slots are the tokens of one page."""
+        return self._each("pack", codes)
+
+    def unpack(self, stored):
+        return self._each("unpack", stored)
+
+    def _each(self, name, codes):
+        sides = zip((self.k, self.v), codes, strict=True)
+        return tuple(getattr(side, name)(x) if hasattr(side, name) else x for side, x in sides)
+
+    def write(self, k, v, valid=None):
+        """What is stored of pages of tokens [... s d], s slots a page."""
+        return self.pack(self.encode(k, v, valid))
+
+    def read(self, stored, dtype):
+        """Keys and values [... s d] of stored pages."""
+        return self.decode(self.unpack(stored), dtype)
 
     def round_trip(self, k, v):
         """What is read back after storing, with gradients passed straight through."""

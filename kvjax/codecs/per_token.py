@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 
 from kvjax import struct
-
-TINY = float(jnp.finfo(jnp.float32).tiny)
+from kvjax.codecs.scales import TINY
 
 
 @struct.dataclass

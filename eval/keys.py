@@ -19,6 +19,7 @@ from kvjax.config import CacheRecipe, to_json
 # What every figure depends on. Tables and methods are not here: a new one changes no old result.
 CORE = (
     "kvjax.api kvjax.attention kvjax.budgets.ask kvjax.budgets.best "
+    "kvjax.codecs.min_max kvjax.codecs.packing kvjax.codecs.scales kvjax.codecs.turned "
     "kvjax.compare kvjax.decode kvjax.evidence kvjax.generate "
     "kvjax.inputs kvjax.layers kvjax.model kvjax.models.tokenizer kvjax.observing kvjax.params "
     "kvjax.repeating kvjax.sampling kvjax.scorers.seen kvjax.scorers.smoothing kvjax.shapes "
@@ -59,8 +60,8 @@ def digest(texts: Iterable[str]) -> str:
 def _method_modules(recipe: CacheRecipe) -> set[str]:
     found = set()
     if recipe.store is not None:
-        found |= {type(codecs.build(s, side)).__module__ for s, side in
-                  ((recipe.store.k, "k"), (recipe.store.v, "v"))}  # fmt: skip
+        pair = codecs.pair(recipe.store)
+        found |= {type(x).__module__ for x in (pair.k, pair.v, pair.inside.k, pair.inside.v)}
     if recipe.choice is not None:
         found.add(type(scorers.build(recipe.choice.scorer)).__module__)
         found.add(type(budgets.build(recipe.choice.budget)).__module__)

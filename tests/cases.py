@@ -75,6 +75,8 @@ CODED = {  # pages of whole words, and groups that are smaller than a page and a
     "int4": dict(page=8),
     "kivi": dict(page=16, group_size=4),
     "grouped": dict(page=8, group_size=8),
+    "rotated": dict(page=8),
+    "turboquant": dict(page=8),
 }
 
 
@@ -89,6 +91,7 @@ def _cases():
         "key_norm during raw,int4": small("key_norm", when="during", codec=("raw", "int4"), page=8),
         "ada_snapkv int4": small("ada_snapkv", codec="int4", page=8),
         "kivi after": small("kivi", when="after", **CODED["kivi"]),
+        "ada_snapkv turboquant": small("ada_snapkv", codec="turboquant", page=8),
         "snapkv int8 rerot": small("snapkv", codec="int8", positions="rerot"),
         "ada_snapkv int8": small("ada_snapkv", codec="int8"),
         "kvzip int8": small("kvzip", codec="int8"),
@@ -114,8 +117,9 @@ def _cases():
         "hybrid int8", "h2o during", "tova during",
         "pyramidkv", "tova", "expected_attention", "ada_expected", "kvzip int8",
         "kvzip", "kvzip_runs", "kvzip_uniform", "twice ada_snapkv", "chunkkv", "keydiff",
-        "fp8", "grouped", "snapkv kivi", "key_norm during raw,int4", "ada_snapkv int4",
-        "kivi after", "kvzap", "razor", "duo", "kvzip_heads", "less", "finch", "metasoft", "dms",
+        "fp8", "int4", "grouped", "snapkv kivi", "key_norm during raw,int4", "ada_snapkv int4",
+        "kivi after", "rotated", "turboquant", "ada_snapkv turboquant",
+        "kvzap", "razor", "duo", "kvzip_heads", "less", "finch", "metasoft", "dms",
     )  # fmt: skip
     on = ((made, PLAIN), (hybrid, HYBRID), (twice, TWICE))
     return {k: Case(k, r, c, k not in slow) for some, c in on for k, r in some.items()}

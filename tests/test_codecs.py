@@ -13,6 +13,7 @@ import kvjax
 from kvjax import codecs
 from kvjax.cache.spelling import parse, spelled
 from kvjax.codecs import CODECS, packing
+from kvjax.codecs.turned import Turned
 from kvjax.config import Spec
 from kvjax.errors import InputError
 
@@ -74,7 +75,9 @@ HOSTILE = {
 def test_bound(name):
     """No entry is further off than its codec says, whatever the numbers: none is NaN."""
     x = jnp.stack([make(random(64, 80)) for make in HOSTILE.values()])  # 80 is no multiple of 32
-    for options in ({}, {"bits": 3}) if name in ("int4", "kivi", "grouped") else ({},):
+    other = {"fp8": {"form": "e5m2"}, "turboquant": {"form": "prod", "bits": 2}}
+    other |= dict.fromkeys(("int4", "kivi", "grouped", "rotated"), {"bits": 3})
+    for options in ({}, other.get(name, {})):
         for codec in both(name, **options):
             error = np.abs(np.float64(back(codec, x)) - np.float64(x)).max(axis=-1)
             bound = np.float64(codec.bound(x))
@@ -98,7 +101,7 @@ def test_what_is_not_valid_and_other_rows_count_for_nothing(name):
 
 @pytest.mark.parametrize(
     "name",
-    [x if x in ("int4", "kivi") else pytest.param(x, marks=pytest.mark.full) for x in CODECS],
+    [x if x == "kivi" else pytest.param(x, marks=pytest.mark.full) for x in CODECS],
 )
 def test_one_shot_equals_streaming(name):
     """96 and 61 tokens at once, in 32 and then one by one, and in pieces of 7, leave the same
@@ -137,6 +140,12 @@ BYTES = {  # of a key and a value of 64 channels, per token and head, by the for
     "grouped": 2 * (32 + 4),  # 72
     "grouped,bits=2": 2 * (16 + 4),  # 40
     "grouped,bits=1": 2 * (8 + 4),
+    "rotated": 2 * (32 + 4),  # 72
+    "rotated,bits=2": 2 * (16 + 4),
+    "turboquant": 2 * (32 + 2),  # 68
+    "turboquant,bits=3": 2 * (24 + 2),
+    "turboquant,bits=1": 2 * (8 + 2),
+    "turboquant,form=prod,bits=2": 2 * (16 + 4),  # 40: one bit of levels, one of signs
 }
 
 
@@ -182,7 +191,7 @@ def test_minimum_and_maximum_of_a_group():
     assert (abs(low[1] - low[0]) <= most).all() and (abs(high[1] - high[0]) <= most).all()
 
 
-@every
+@pytest.mark.parametrize("name", [n for n, c in CODECS.items() if not issubclass(c, Turned)])
 def test_channels_in_another_order(name):
     """Where a scale is of a whole vector, or of a channel, the order of channels is nothing."""
     x, order = random(64, 16), generator("order").permutation(16)

@@ -134,7 +134,10 @@ def attend(layer, query, at, recipe, rope, pooled=None):
 BODIES = ["ada_snapkv", "key_norm during", "int8,raw", "twice kvzip"]
 
 
-@pytest.mark.parametrize("name", [*BODIES, pytest.param("kvzip int8", marks=pytest.mark.full)])
+SLOW = [pytest.param(x, marks=pytest.mark.full) for x in ("kvzip int8", "ada_snapkv int4", "kivi")]
+
+
+@pytest.mark.parametrize("name", [*BODIES, *SLOW])
 def test_attention_of_a_body(name):
     """Attention to bodies, the pool of owned pages and the tail is dense, to their entries."""
     case = CASES[name]

@@ -121,10 +121,12 @@ def attend(pool: Pool, first, count, query: Query, n: int, recipe: CacheRecipe, 
     pair = codecs.pair(recipe.store, tables)
 
     def run(rows, first, count, query):
-        return _attend(rows, first, count, query, n, recipe, pair, pool.most)
+        return _attend(rows, first, count, query, n, recipe, pair.inside, pool.most)
 
     rows = jax.tree.map(lambda x: x[0, :, 0], (pool.codes, pool.pos, pool.owner))
-    return by_rows(run, rows, first, count, query)
+    query = query.replace(q=pair.turn_query(query.q))
+    out, lse = by_rows(run, rows, first, count, query)
+    return pair.turn_back(out), lse
 
 
 def _attend(rows, first, count, query, n, recipe, pair, most):

@@ -87,12 +87,17 @@ def attend(body: Slots, query: Query, edge, recipe: CacheRecipe, rope: Rope, tab
 
 
 def _rows(body, query, pos, recipe, rope, tables):
-    read, plain = _reader(body, pos, recipe, rope, query.q.dtype, tables)
+    pair = codecs.pair(*((Store(),) if body.plain else (recipe.store, tables)))
+    lies = body.plain or on_read(recipe, pair) is None  # else keys must be theirs to be rotated
+    if lies:
+        query = query.replace(q=pair.turn_query(query.q))
+    read, plain = _reader(body, pos, recipe, rope, query.q.dtype, tables, inside=lies)
     heads = jax.tree.leaves(body.codes)[0].shape[1]
     value_dim = jax.eval_shape(lambda: read(0, body.page))[1].shape[-1]
     bias = None if body.bias is None else rearrange(body.bias, "b r p s -> b r (p s)")
-    return attend_blocks(query, read, body.capacity, pos, bias, kv_heads=heads,
-                         value_dim=value_dim, block=_block(body), whole=plain)  # fmt: skip
+    out, lse = attend_blocks(query, read, body.capacity, pos, bias, kv_heads=heads,
+                             value_dim=value_dim, block=_block(body), whole=plain)  # fmt: skip
+    return (pair.turn_back(out) if lies else out), lse
 
 
 def _block(body) -> int:
@@ -107,12 +112,16 @@ def stored(body: Slots, edge, recipe: CacheRecipe, rope: Rope, dtype, tables=Non
     return Stored(pos, keys, body.capacity, min(_block(body), body.capacity), plain)
 
 
-def _reader(body, pos, recipe, rope, dtype, tables):
-    """`read(start, size)`: keys, rotated, and values [b r p s d]; and whether they lie there."""
+def _reader(body, pos, recipe, rope, dtype, tables, inside=False):
+    """`read(start, size)`: keys, rotated, and values [b r p s d]; and whether they lie there.
+
+    inside: in the basis in which the codecs store them.
+    """
     if body.plain:  # as made from keys after RoPE
         recipe, tables = dataclasses.replace(recipe, store=Store(page=body.page)), None
     pair = codecs.pair(recipe.store, tables)
     turned = on_read(recipe, pair)
+    pair = pair.inside if inside else pair
     rotary = positions.ranks(pos) if turned == "read" else jnp.maximum(pos, 0)
     rotary = rotary if rotary.ndim == 3 else rotary[:, None]
 

@@ -8,7 +8,7 @@ RoPE is stored), `encode(x [... s d], valid [... s]) -> codes` with leaves `[...
 What lies in a cache is packed, a page at a time: a codec may have `pack(codes) -> stored`, whose
 argument has the slots of one page for its tokens, `unpack(stored) -> codes`, and `unit`, of which
 the slots of a page must be a multiple. They use no tables. Without them codes are stored as they
-are.
+are. Codecs that turn vectors first are `turned.Turned`.
 """
 
 import math
@@ -21,6 +21,9 @@ from kvjax.codecs.int4 import Int4
 from kvjax.codecs.kivi import Kivi
 from kvjax.codecs.per_token import Int8
 from kvjax.codecs.raw import Raw
+from kvjax.codecs.rotated import Rotated
+from kvjax.codecs.turboquant import TurboQuant
+from kvjax.codecs.turned import Turned
 from kvjax.config import Spec, Store
 from kvjax.errors import unknown
 
@@ -48,6 +51,8 @@ CODECS = {
     "int4": Int4,
     "kivi": Kivi,
     "grouped": Grouped,
+    "rotated": Rotated,
+    "turboquant": TurboQuant,
 }
 
 
@@ -96,6 +101,19 @@ class Pair:
     def read(self, stored, dtype):
         """Keys and values [... s d] of stored pages."""
         return self.decode(self.unpack(stored), dtype)
+
+    @property
+    def inside(self) -> "Pair":
+        """The codecs that read vectors as they lie: in another basis, if theirs turns them."""
+        return Pair(*(x.inside if isinstance(x, Turned) else x for x in (self.k, self.v)))
+
+    def turn_query(self, q):
+        """Queries in the basis of the keys that `inside` reads."""
+        return self.k.turn(q).astype(q.dtype) if isinstance(self.k, Turned) else q
+
+    def turn_back(self, out):
+        """What attention gave from the values that `inside` reads, in the basis of the model."""
+        return self.v.back(out) if isinstance(self.v, Turned) else out
 
     def round_trip(self, k, v):
         """What is read back after storing, with gradients passed straight through."""

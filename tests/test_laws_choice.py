@@ -14,6 +14,7 @@ from cases import (
 from kvjax import budgets, codecs, scorers
 from kvjax.cache.select import ids, top
 from kvjax.codecs import CODECS
+from kvjax.codecs.turned import Turned
 from kvjax.config import Spec
 from kvjax.scorers import SCORERS, Seen
 
@@ -75,14 +76,17 @@ VECTORS = st.one_of(
 @pytest.mark.parametrize("name", CODECS)
 @hypothesis.given(x=VECTORS)
 def test_codec(name, side, x):
-    """What is read back is within the bound the codec states, below half the vector's size."""
+    """What is read back is within the bound the codec states, below half of the largest number of
+    the vector, or of its group; of a turned vector below 1.25 of its length."""
     codec = codecs.build(Spec(name), side)
     x = np.tile(x, (-(-codec.group // len(x)), 1))[: max(codec.group, 3)]
     back = codec.decode(codec.encode(jnp.asarray(x), jnp.ones(len(x), bool)), jnp.float32)
     bound = np.asarray(codec.bound(jnp.asarray(x)))
     assert np.isfinite(back).all()
     assert (np.abs(np.asarray(back) - x) <= bound[:, None]).all()
-    assert (bound <= np.abs(x).max(-1) * 0.5 + 1e-37).all()
+    size = np.abs(x).max(-1) if codec.group == 1 else np.abs(x).max()
+    size = 2.5 * np.linalg.norm(np.float64(x), axis=-1) if isinstance(codec, Turned) else size
+    assert (bound <= 0.5 * size + 1e-36).all()
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -33,3 +33,6 @@ class Rotated(Turned):
     @property
     def inside(self) -> Grouped:
         return Grouped(self.side, bits=self.bits, group_size=ALL)
+
+    def error(self, turned):
+        return turned.shape[-1] ** 0.5 * self.inside.bound(turned)

@@ -50,6 +50,9 @@ class TurboQuant(Turned):
     def inside(self):
         return Direction(self.bits) if self.form == "mse" else Sketched(self.bits - 1)
 
+    def error(self, turned):
+        return self.inside.error(turned)
+
 
 @struct.dataclass
 class Direction:
@@ -82,8 +85,8 @@ class Direction:
     def unpack(self, stored):
         return packing.unpacked(stored, self.bits)
 
-    def bound(self, x):
-        """Largest error of an entry: of a direction that is far from all levels, and the length's
+    def error(self, x):
+        """Longest error [...]: of a direction that is far from all levels, and the length's
         rounding to bfloat16."""
         norm, _ = _normed(x)
         far = _farthest(x.shape[-1], self.bits)
@@ -128,11 +131,11 @@ class Sketched:
         made = self.rough.unpack(stored)
         return made | {"signs": packing.unpack(stored["signs"], 1)}
 
-    def bound(self, x):
-        """Largest error of an entry: that of `Direction`, and as much as a sketch can add to it."""
+    def error(self, x):
+        """Longest error [...]: that of `Direction`, and as much as a sketch can add to it."""
         d = x.shape[-1]
         most = (np.pi / 2 / d) ** 0.5 * np.linalg.norm(gaussian(d, STREAM), 2)
-        return self.rough.bound(x) * (1 + 1.01 * most)
+        return self.rough.error(x) * (1 + 1.01 * most)
 
 
 def _normed(x):

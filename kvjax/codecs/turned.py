@@ -12,7 +12,8 @@ import numpy as np
 
 
 class Turned:
-    """A codec whose `inside` codes what its `basis` has turned; both are the subclass's."""
+    """A codec whose `inside` codes what its `basis` has turned, with an error of `error(turned)`
+    in length at most; all three are the subclass's."""
 
     def encode(self, x, valid=None):
         return self.inside.encode(self.turn(x), valid)
@@ -42,7 +43,7 @@ class Turned:
         """Largest error of an entry: all of that of the turned vector, and of turning it."""
         top = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
         d = x.shape[-1]
-        return d**0.5 * self.inside.bound(self.turn(x)) + 1e-6 * d * top
+        return self.error(self.turn(x)) + 1e-6 * d * top
 
 
 def _product(x, matrix):

@@ -5,6 +5,7 @@ turns the query once, reads keys and values as they lie, and turns back what com
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,16 @@ import numpy as np
 class Turned:
     """A codec whose `inside` codes what its `basis` has turned, with an error of `error(turned)`
     in length at most; all three are the subclass's."""
+
+    @property
+    def inside(self) -> Any:
+        raise NotImplementedError
+
+    def basis(self, d: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def error(self, turned) -> Any:
+        raise NotImplementedError
 
     def encode(self, x, valid=None):
         return self.inside.encode(self.turn(x), valid)

@@ -66,12 +66,14 @@ def overwrite(cache, rng=None):
         empty = empty.reshape(*empty.shape[:at], leaf.shape[at], -1).all(-1)
         empty = empty.reshape(empty.shape + (1,) * (leaf.ndim - empty.ndim))
         other = np.zeros(leaf.shape) if rng is None else rng.normal(size=leaf.shape) * 50
-        return jnp.asarray(np.where(empty, other.astype(leaf.dtype), leaf))
+        scale = leaf.dtype == np.uint16  # the bits of a bfloat16
+        other = other.astype(jnp.bfloat16).view(np.uint16) if scale else other.astype(leaf.dtype)
+        return jnp.asarray(np.where(empty, other, leaf))
 
     def filled_up(body, pos):
         if pos is None:
             return body
-        pair = codecs.pair(Store() if body.plain else cache.recipe.store)
+        pair = codecs.pair(Store(page=body.page) if body.plain else cache.recipe.store)
         codes = jax.tree.map(lambda x: fill(x, pos < 0), pair.unpack(body.codes))
         return body.replace(codes=pair.pack(codes))
 

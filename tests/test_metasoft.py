@@ -16,11 +16,11 @@ from cases import (
     generator,
     model,
     random_ids,
-    random_probes,
     row_of,
     small,
 )
 from holding import arrivals, assert_same, entries, in_pool, pool_codes
+from tabled import random_probes
 
 import kvjax
 from kvjax import api, observing, reducers

@@ -53,7 +53,7 @@ def _append(body, k, v, arrival, recipe, tables):
     encode = jax.vmap(lambda t, *x: codecs.pair(recipe.store, t).encode(*x))
     new, pair = encode(tables, k, v, arrival >= 0), codecs.pair(recipe.store)
     a = k.shape[3]
-    codes = write_pages(body.codes, new, slot, fits, pair=pair, page=body.page, tokens=a)
+    codes = write_pages(body.codes, new, slot, fits, pair, a)
     left = jnp.where(jnp.arange(a) >= fits[:, None, None], arrival, -1)
     return body.replace(codes=codes), (k, v, left)
 

@@ -247,7 +247,7 @@ def split_floats(cache: Cache) -> tuple[list[Any], Callable[[list[Any]], Cache]]
     """The floating leaves of a cache, and what joins them back: `(floats, join)`.
 
     floats is a list of arrays to differentiate or train, raw codes, scales, tails, biases;
-    `join(floats)` is the cache with them in place. Integer leaves (positions, packed codes) stay
+    `join(floats)` is the cache with them in place. Others (positions, packed codes and scales) stay
     inside `join`, so `jax.grad(lambda floats: loss(join(floats)))(floats)` never meets them.
     """
     leaves, tree = jax.tree.flatten(cache)

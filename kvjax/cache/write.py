@@ -36,19 +36,18 @@ def write_ring(leaf, new, start: Int[Array, "b"], count: Int[Array, "b"]):
     return jax.lax.fori_loop(0, leaf.shape[1], one, pinned(leaf))
 
 
-def write_pages(stored, new, start: Int[Array, "b"], count: Int[Array, "b"], *,
-                pair, page: int, tokens: int):  # fmt: skip
+def write_pages(stored, new, start: Int[Array, "b"], count: Int[Array, "b"], pair, tokens: int):
     """Writes the codes new[:, b, :, j] to slot start[b] + j for j < count[b], in place.
 
-    stored: what `pair` packs, leaves [l b r p ...], slots counted through the pages of `page`; new:
-    not packed, of so many tokens, leaves [l b r t ...], or [l b r t/g ...] where g tokens share an
+    stored: what `pair` packs, leaves [l b r p ...], slots counted through the pages; new: not
+    packed, of so many tokens, leaves [l b r t ...], or [l b r t/g ...] where g tokens share an
     entry; start and count are multiples of `pair.group`, and their sum is at most the slots. Whole
     pages are rewritten: a word holds several tokens, and an index into the slots of a page, which
     may be on the lanes, makes XLA lay the whole leaf out anew.
     """
     if tokens == 0:
         return stored
-    _, rows, _, pages = jax.tree.leaves(stored)[0].shape[:4]
+    page, (_, rows, _, pages) = pair.page, jax.tree.leaves(stored)[0].shape[:4]
     size = (page + tokens - 2 * pair.group) // page + 1  # pages they touch, wherever they begin
     size = min(pages, size)
 

@@ -6,9 +6,9 @@ RoPE is stored), `encode(x [... s d], valid [... s]) -> codes` with leaves `[...
 -> [... s d]`; `bound(x)`: the largest error of an entry, per vector [... s].
 
 What lies in a cache is packed, a page at a time: a codec may have `pack(codes) -> stored`, whose
-argument has the slots of one page for its tokens, `unpack(stored) -> codes`, and `unit`, of which
-the slots of a page must be a multiple. They use no tables. Without them codes are stored as they
-are. Codecs that turn vectors first are `turned.Turned`.
+argument has the slots of one page for its tokens, `unpack(stored, slots) -> codes`, and `unit`, of
+which the slots of a page must be a multiple. They use no tables. Without them codes are stored as
+they are. Codecs that turn vectors first are `turned.Turned`.
 """
 
 import math
@@ -62,6 +62,7 @@ class Pair:
 
     k: Codec
     v: Codec
+    page: int = struct.static(128)  # slots of a page
 
     @property
     def group(self) -> int:
@@ -88,11 +89,11 @@ class Pair:
         return self._each("pack", codes)
 
     def unpack(self, stored):
-        return self._each("unpack", stored)
+        return self._each("unpack", stored, self.page)
 
-    def _each(self, name, codes):
+    def _each(self, name, codes, *page):
         sides = zip((self.k, self.v), codes, strict=True)
-        return tuple(getattr(side, name)(x) if hasattr(side, name) else x for side, x in sides)
+        return tuple(getattr(a, name)(x, *page) if hasattr(a, name) else x for a, x in sides)
 
     def write(self, k, v, valid=None):
         """What is stored of pages of tokens [... s d], s slots a page."""
@@ -105,7 +106,8 @@ class Pair:
     @property
     def inside(self) -> "Pair":
         """The codecs that read vectors as they lie: in another basis, if theirs turns them."""
-        return Pair(*(x.inside if isinstance(x, Turned) else x for x in (self.k, self.v)))
+        k, v = (x.inside if isinstance(x, Turned) else x for x in (self.k, self.v))
+        return Pair(k, v, self.page)
 
     def turn_query(self, q):
         """Queries in the basis of the keys that `inside` reads."""
@@ -133,4 +135,5 @@ def build(spec: Spec, side: str, tables=None):
 def pair(store: Store, tables=None) -> Pair:
     """Both codecs of a store. tables: {"k": {...}, "v": {...}}, one layer's arrays by field."""
     tables = tables or {}
-    return Pair(build(store.k, "k", tables.get("k")), build(store.v, "v", tables.get("v")))
+    k, v = (build(getattr(store, side), side, tables.get(side)) for side in "kv")
+    return Pair(k, v, store.page)

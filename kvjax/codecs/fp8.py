@@ -1,5 +1,6 @@
 """Fp8: eight-bit floats with one scale per token and kv head."""
 
+import jax
 import jax.numpy as jnp
 
 from kvjax import struct
@@ -38,6 +39,17 @@ class Fp8:
 
     def decode(self, codes, dtype):
         return (codes["codes"].astype(jnp.float32) * codes["scale"][..., None]).astype(dtype)
+
+    def pack(self, codes):
+        """As bytes: XLA for the CPU would make a float16 copy of the codes of all layers around a
+        loop that reads a layer's."""
+        return self._as(jnp.uint8, codes)
+
+    def unpack(self, stored, slots):
+        return self._as(FORMS[self.form], stored)
+
+    def _as(self, dtype, codes):
+        return {**codes, "codes": jax.lax.bitcast_convert_type(codes["codes"], dtype)}
 
     def bound(self, x):
         """Largest error of an entry: half a step at the top, where steps are 32 of 448 (e4m3) or

@@ -34,10 +34,10 @@ class Grouped:
         return min_max.decode(codes, self.group_size, -1, dtype)
 
     def pack(self, codes):
-        return packing.packed(codes, self.bits)
+        return min_max.pack(codes, self.bits)
 
-    def unpack(self, stored):
-        return packing.unpacked(stored, self.bits)
+    def unpack(self, stored, slots):
+        return min_max.unpack(stored, self.bits, slots)
 
     def bound(self, x):
         """Largest error of an entry: half a level of its group."""

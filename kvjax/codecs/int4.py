@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from kvjax import struct
 from kvjax.codecs import packing
-from kvjax.codecs.scales import TINY, at_least
+from kvjax.codecs.scales import TINY, at_least, halves, whole
 
 
 @struct.dataclass
@@ -37,17 +37,17 @@ class Int4:
         x = x.astype(jnp.float32)
         scale = at_least(jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / self.top, TINY))
         codes = jnp.round(x / scale[..., None]) + self.top  # 0 .. 2 top
-        return {"codes": codes.astype(jnp.uint8), "scale": scale.astype(jnp.bfloat16)}
+        return {"codes": codes.astype(jnp.uint8), "scale": halves(scale)}
 
     def decode(self, codes, dtype):
         levels = codes["codes"].astype(jnp.float32) - self.top
-        return (levels * codes["scale"].astype(jnp.float32)[..., None]).astype(dtype)
+        return (levels * whole(codes["scale"])[..., None]).astype(dtype)
 
     def pack(self, codes):
-        return packing.packed(codes, self.bits)
+        return {**codes, "codes": packing.pack(codes["codes"], self.bits)}
 
-    def unpack(self, stored):
-        return packing.unpacked(stored, self.bits)
+    def unpack(self, stored, slots):
+        return {**stored, "codes": packing.unpack(stored["codes"], self.bits, slots)}
 
     def bound(self, x):
         """Largest error of an entry: half a level of the rounded scale."""

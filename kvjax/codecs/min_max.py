@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 
-from kvjax.codecs.scales import TINY, at_least, at_most
+from kvjax.codecs import packing
+from kvjax.codecs.scales import TINY, at_least, at_most, halves, whole
 from kvjax.errors import InputError
 
 
 def encode(x, bits: int, size: int, axis: int, valid=None) -> dict:
     """Codes of x [... s d] in groups of `size` along the axis -2 (tokens) or -1 (channels).
 
-    "codes" is uint8 [... s d]; "scale" and "low" are bfloat16, with one entry a group. The last
+    "codes" is uint8 [... s d]; "scale" and "low" are bits of bfloat16, one entry a group. The last
     group has what is left. valid [... s]: other tokens count in no group's minimum and maximum.
     """
     x = x.astype(jnp.float32)
@@ -27,20 +28,33 @@ def encode(x, bits: int, size: int, axis: int, valid=None) -> dict:
     scale = at_least(jnp.maximum((high - low) / (2**bits - 1), TINY))
     codes = jnp.round((x - _wide(low, x, size, axis)) / _wide(scale, x, size, axis))
     codes = jnp.clip(codes, 0, 2**bits - 1).astype(jnp.uint8)
-    return {"codes": codes, "scale": scale.astype(jnp.bfloat16), "low": low.astype(jnp.bfloat16)}
+    return {"codes": codes, "scale": halves(scale), "low": halves(low)}
 
 
 def decode(codes: dict, size: int, axis: int, dtype):
     """x [... s d] of its codes."""
     levels = codes["codes"].astype(jnp.float32)
-    scale, low = (_wide(codes[k].astype(jnp.float32), levels, size, axis) for k in ("scale", "low"))
+    scale, low = (_wide(whole(codes[k]), levels, size, axis) for k in ("scale", "low"))
     return (low + levels * scale).astype(dtype)
+
+
+def pack(codes: dict, bits: int) -> dict:
+    """What is stored of the codes of a page; the tokens of scales and minima last, where a TPU has
+    its 128 lanes."""
+    turned = {k: jnp.swapaxes(codes[k], -1, -2) for k in ("scale", "low")}
+    return {"codes": packing.pack(codes["codes"], bits)} | turned
+
+
+def unpack(stored: dict, bits: int, slots: int) -> dict:
+    """The codes of a page of so many slots."""
+    turned = {k: jnp.swapaxes(stored[k], -1, -2) for k in ("scale", "low")}
+    return {"codes": packing.unpack(stored["codes"], bits, slots)} | turned
 
 
 def bound(x, bits: int, size: int, axis: int):
     """Largest error of an entry [... s]: half a level, roundings of float32, and its least number
     for x, low, their difference and the result, each of which XLA flushes to zero below it."""
-    scale = encode(x, bits, size, axis)["scale"].astype(jnp.float32)
+    scale = whole(encode(x, bits, size, axis)["scale"])
     level = _wide(scale, x, size, axis).max(axis=-1)
     return 0.5 * level + 2e-6 * jnp.abs(x.astype(jnp.float32)).max(axis=-1) + 4 * TINY
 

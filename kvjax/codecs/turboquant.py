@@ -8,7 +8,7 @@ import numpy as np
 
 from kvjax import struct
 from kvjax.codecs import packing
-from kvjax.codecs.scales import TINY
+from kvjax.codecs.scales import TINY, halves, nearest, whole
 from kvjax.codecs.turned import Turned, gaussian, orthogonal
 from kvjax.errors import InputError, unknown
 
@@ -68,22 +68,20 @@ class Direction:
         norm, y = _normed(x)
         steps = jnp.asarray(_between(x.shape[-1], self.bits))
         codes = sum((y > step).astype(jnp.uint8) for step in steps)
-        return {"codes": codes, "norm": norm.astype(jnp.bfloat16)}
+        return {"codes": codes, "norm": halves(nearest(norm))}
 
     def decode(self, codes, dtype):
-        return (self.unit_vectors(codes) * codes["norm"].astype(jnp.float32)[..., None]).astype(
-            dtype
-        )
+        return (self.unit_vectors(codes) * whole(codes["norm"])[..., None]).astype(dtype)
 
     def unit_vectors(self, codes):
         """The levels [... d] of the codes, nearly unit vectors."""
         return jnp.take(jnp.asarray(levels(codes["codes"].shape[-1], self.bits)), codes["codes"])
 
     def pack(self, codes):
-        return packing.packed(codes, self.bits)
+        return {**codes, "codes": packing.pack(codes["codes"], self.bits)}
 
-    def unpack(self, stored):
-        return packing.unpacked(stored, self.bits)
+    def unpack(self, stored, slots):
+        return {**stored, "codes": packing.unpack(stored["codes"], self.bits, slots)}
 
     def error(self, x):
         """Longest error [...]: of a direction that is far from all levels, and the length's
@@ -113,23 +111,23 @@ class Sketched:
         rest = y - self.rough.unit_vectors(made)
         sketch = _project(rest, gaussian(x.shape[-1], STREAM).T)
         left = jnp.linalg.norm(rest, axis=-1)  # of the unit vector
-        return made | {"signs": (sketch >= 0).astype(jnp.uint8), "left": left.astype(jnp.bfloat16)}
+        return made | {"signs": (sketch >= 0).astype(jnp.uint8), "left": halves(nearest(left))}
 
     def decode(self, codes, dtype):
         d = codes["codes"].shape[-1]
         signs = 2.0 * codes["signs"].astype(jnp.float32) - 1.0
         rest = _project(signs, gaussian(d, STREAM)) * (np.pi / 2) ** 0.5 / d
         y = self.rough.unit_vectors(codes)
-        y = y + rest * codes["left"].astype(jnp.float32)[..., None]
-        return (y * codes["norm"].astype(jnp.float32)[..., None]).astype(dtype)
+        y = y + rest * whole(codes["left"])[..., None]
+        return (y * whole(codes["norm"])[..., None]).astype(dtype)
 
     def pack(self, codes):
         made = self.rough.pack(codes)
         return made | {"signs": packing.pack(codes["signs"], 1)}
 
-    def unpack(self, stored):
-        made = self.rough.unpack(stored)
-        return made | {"signs": packing.unpack(stored["signs"], 1)}
+    def unpack(self, stored, slots):
+        made = self.rough.unpack(stored, slots)
+        return made | {"signs": packing.unpack(stored["signs"], 1, slots)}
 
     def error(self, x):
         """Longest error [...]: that of `Direction`, and as much as a sketch can add to it."""

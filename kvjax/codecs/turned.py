@@ -35,8 +35,8 @@ class Turned:
     def pack(self, codes):
         return self.inside.pack(codes)
 
-    def unpack(self, stored):
-        return self.inside.unpack(stored)
+    def unpack(self, stored, slots):
+        return self.inside.unpack(stored, slots)
 
     @property
     def unit(self) -> int:

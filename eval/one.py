@@ -68,7 +68,8 @@ def agnostic(model, exact, ids, recipe, room, item, truths, seen=None):
 
 def aware(model, exact, ids, recipe, room, item, truths):
     """The same with a cache for each ask, compressed for its question if that can be."""
-    if recipe.store is None or recipe.when != "after":
+    looks = scorers.reads(recipe.choice) in ("window", "question")
+    if recipe.store is None or recipe.when != "after" or not looks:
         return agnostic(model, exact, ids, recipe, room, item, truths)
     heard, cache, made, scored = [], exact, Span(), Span()
     for ask, truth in zip(item.asks, truths, strict=True):

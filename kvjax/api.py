@@ -21,9 +21,9 @@ from kvjax.cache.condense import compact
 from kvjax.cache.recipes import resolve
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.errors import InputError
-from kvjax.inputs import a_cache, a_recipe, array, checked, fits, rows, whole
+from kvjax.inputs import a_cache, a_recipe, array, checked, finite, fits, rows, whole
 from kvjax.model import observe
-from kvjax.observing import gather, merged, watcher
+from kvjax.observing import Evidence, asks, gather, merged, suits, watcher
 from kvjax.params import Params, apart
 from kvjax.scorers.probe_attention import PROBES
 
@@ -94,9 +94,10 @@ def prefill(
     recipe, max_length = a_recipe(recipe), whole("max_length", max_length)
     tokens, lengths = rows(model.config, tokens, lengths, mask)
     width = min(recipe.chunk if chunk is None else whole("chunk", chunk), max_length)
-    asks = scorers.reads(recipe.choice) == "question"
-    if asks and (question is not None or not recipe.window):
+    guided = scorers.reads(recipe.choice) == "question"
+    if guided and (question is not None or not recipe.window):
         return _finch(model, tokens, lengths, recipe, question, max_length, width, logits)
+    asks(recipe, question)
     fits(model.config, int(lengths.max()), max_length, "raise max_length")
     after = recipe.when == "after" and recipe.store is not None
     resolved = resolve(recipe, max_length)
@@ -160,28 +161,43 @@ def condense(
     window, or the question [b q], if given; or all); without them such a recipe raises. evidence is
     what `evidence_of` gave for a recipe that differs in its budget only: then nothing is read.
     """
+    recipe = _after(model, cache, recipe)
+    if recipe.store is None:
+        return fork(cache)
+    if evidence is not None:
+        evidence = suits(evidence, cache, recipe).groups
+    return _condense(model, cache, recipe, tokens, question, evidence)
+
+
+def evidence_of(
+    model: Model, cache: Cache, recipe: CacheRecipe, *, tokens: Any = None, question: Any = None
+) -> Evidence:
+    """What the recipe's scorer sees in an exact cache: to condense it at several budgets."""
+    recipe = _after(model, cache, recipe)
+    scorer = None if recipe.choice is None else recipe.choice.scorer
+    return Evidence(_seen(model, cache, recipe, tokens, question), scorer)
+
+
+def _seen(model, cache, recipe, tokens, question):
+    counts = sizes.counts(recipe, np.asarray(cache.seen))
+    with _mesh(model):
+        return gather(model, cache, recipe, counts, tokens, question, tables_of(model, recipe))
+
+
+def _after(model, cache, recipe) -> CacheRecipe:
+    """The recipe, if it condenses exact caches such as this one."""
     recipe = a_recipe(recipe)
     if not all(group.keeps_all for group in a_cache(cache).groups):
         raise InputError(
             f"condense takes an exact cache, this one is {cache.recipe.name!r} already"
         )
     if recipe.store is None:
-        return fork(cache)
+        return recipe
     recipe = resolve(recipe, cache.max_length)
     if recipe.when != "after":
         raise InputError(f"{recipe.name} compresses as tokens arrive: give it to prefill")
     init.check(model.config, recipe, cache.max_length)
-    return _condense(model, cache, recipe, tokens, question, evidence)
-
-
-def evidence_of(
-    model: Model, cache: Cache, recipe: CacheRecipe, *, tokens: Any = None, question: Any = None
-):
-    """What the recipe's scorer sees in an exact cache: to condense it at several budgets."""
-    recipe = resolve(a_recipe(recipe), a_cache(cache).max_length)
-    counts = sizes.counts(recipe, np.asarray(cache.seen))
-    with _mesh(model):
-        return gather(model, cache, recipe, counts, tokens, question, tables_of(model, recipe))
+    return recipe
 
 
 def _condense(model, cache, recipe, tokens, question, evidence):
@@ -190,7 +206,7 @@ def _condense(model, cache, recipe, tokens, question, evidence):
         raise InputError("condense got a cache with an empty row; prefill it first")
     tables = tables_of(model, recipe)
     if evidence is None:
-        evidence = evidence_of(model, cache, recipe, tokens=tokens, question=question)
+        evidence = _seen(model, cache, recipe, tokens, question)
     with _mesh(model):
         later = cache.max_length - int(lengths.min())
         made = compact(cache, evidence, lengths, model.config, recipe, later, tables)
@@ -238,13 +254,14 @@ def _feed(model, cache, tokens, lengths, width, logits, watch=None, watched=None
 def tables_of(model: Model, recipe: CacheRecipe):
     """The tables that a recipe's methods read layer by layer, or None."""
     tables = model.tables.get(recipe.name)
+    finite(f"tables of {recipe.name}", tables)
     if tables and PROBES in tables:  # of no layer: `gather` reads them
         tables = {name: x for name, x in tables.items() if name != PROBES} or None
     for at, leaf in jax.tree_util.tree_leaves_with_path(tables):
-        if leaf.shape[:1] != (model.config.layers,):
+        if np.shape(leaf)[:1] != (model.config.layers,):
             raise InputError(
-                f"tables of {recipe.name}: {jax.tree_util.keystr(at)} has shape {leaf.shape} and "
-                f"the model {model.config.layers} layers; use the tables made for this model"
+                f"tables of {recipe.name}: {jax.tree_util.keystr(at)} has shape {np.shape(leaf)} "
+                f"and the model {model.config.layers} layers; use the tables made for this model"
             )
     return tables
 

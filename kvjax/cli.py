@@ -130,7 +130,7 @@ def _demo(parser):
 
 def _ask(parser):
     _file_and_question(parser)
-    parser.add_argument("--recipe", default="snapkv", help="how the cache is kept (%(default)s)")
+    parser.add_argument("--recipe", default="snapkv", help="as kvzip+int8@0.5 (%(default)s)")
     parser.add_argument(
         "--max-new-tokens", type=_positive, default=64, help="longest answer (%(default)s)"
     )
@@ -141,7 +141,7 @@ def _ask(parser):
 def _compare(parser):
     _file_and_question(parser)
     parser.add_argument(
-        "--recipe", action="append", help="a recipe to compare; may be given again (six recipes)"
+        "--recipe", action="append", help="as snapkv, kvzip+int8@0.5; may be given again (six)"
     )
     parser.add_argument("--all", action="store_true", help="every recipe that the model can use")
     parser.add_argument(

@@ -15,6 +15,7 @@ from rich.table import Table
 import kvjax
 from kvjax import compare as comparing
 from kvjax import models, scorers, tables
+from kvjax.cache.spelling import budgeted, parse
 from kvjax.errors import InputError
 from kvjax.models.fetch import fetch as fetch_file
 
@@ -164,12 +165,13 @@ def ask(args) -> None:
     """kvjax ask."""
     comparing.check_options(args.options, args.known)
     text, question = file_and_question(args)
-    recipe = kvjax.recipe(args.recipe, **args.options)
+    recipe = parse(args.recipe, **args.options)
     model, _ = loaded(args.model)
     guided = scorers.reads(recipe.choice) == "question"  # reads the question with the text
     if not guided:
         usable(model, [(args.recipe, recipe)], args.recipe)
     tokens, asked = comparing.split(model.tokenizer, text, question)
+    recipe = budgeted(recipe, len(tokens))
     max_length = comparing.room(len(tokens) + len(asked) + args.max_new_tokens)
     started = time.perf_counter()
     with steps(args, 1) as tick:

@@ -16,6 +16,7 @@ import kvjax
 from kvjax.cache import positions, slots
 from kvjax.cache.cache import nbytes, oldest_in_ring
 from kvjax.cache.recipes import RECIPES, options_of
+from kvjax.cache.spelling import budgeted, parse
 from kvjax.cache.state import State
 from kvjax.config import CacheRecipe, ModelConfig
 from kvjax.errors import InputError, unknown
@@ -55,12 +56,13 @@ def build(model, exact, tokens, recipe: CacheRecipe, max_length: int, evidence=N
     """The cache that `recipe` makes of `tokens [b t]`; evidence: `api.evidence_of`, if known.
 
     Recipes that compress afterwards condense the exact cache, which stays as it was; recipes that
-    compress as tokens arrive read the tokens again.
+    compress as tokens arrive read the tokens again, and keep a fraction of these, not of the room.
     """
     if recipe.store is None:
         return kvjax.fork(exact)
     if recipe.when == "after":
         return kvjax.condense(model, exact, recipe, tokens=tokens, evidence=evidence)
+    recipe = budgeted(recipe, tokens.shape[1])
     return kvjax.prefill(model, tokens, recipe, max_length=max_length, logits="none")[1]
 
 
@@ -214,7 +216,7 @@ def contenders(names, options: dict, everything: bool = False) -> list:
     if names and everything:
         raise InputError("--all is every recipe; leave out --recipe or --all")
     if names:
-        made += [(name, kvjax.recipe(name, **options)) for name in names if name != "exact"]
+        made += [(name, parse(name, **options)) for name in names if name != "exact"]
         return made
     if other := [name for name in options if name != "keep"]:
         raise InputError(f"option --{other[0]} belongs to one recipe; name it with --recipe")

@@ -62,16 +62,28 @@ class Looked:
 class Mass:
     """Attention that each slot gets from the new queries, the new tokens' own slots included.
 
-    {"sums": [b h c]}, over the queries that were looked at.
+    {"sums": [b h c]}, over the queries that were looked at; last: each row's last real one.
     """
 
+    last: bool = struct.static(False)
+
     def __call__(self, looked: Looked):
-        before, _ = mass(looked.query, looked.k, looked.pos, looked.lse)
-        own, _ = mass(looked.query, looked.here, looked.query.pos, looked.lse)
+        query, lse = _last(looked) if self.last else (looked.query, looked.lse)
+        before, _ = mass(query, looked.k, looked.pos, lse)
+        own, _ = mass(query, looked.here, looked.query.pos, lse)
         return {"sums": before + looked.placed(own)}
 
     def merge(self, one, two):
         return jax.tree.map(jnp.add, one, two)
+
+
+def _last(looked: Looked):
+    """Each row's last real query, and its log-sum-exp [b 1 h]."""
+    query = looked.query
+    at = jnp.maximum((query.pos >= 0).sum(axis=1) - 1, 0)[:, None]
+    q = jnp.take_along_axis(query.q, at[..., None, None], axis=1)
+    query = query.replace(q=q, pos=jnp.take_along_axis(query.pos, at, axis=1))
+    return query, jnp.take_along_axis(looked.lse, at[..., None], axis=1)
 
 
 @struct.dataclass
@@ -90,10 +102,7 @@ class Gained:
     def __call__(self, looked: Looked):
         query, lse = looked.query, looked.lse
         if self.last and not looked.apart:
-            at = jnp.maximum((query.pos >= 0).sum(axis=1) - 1, 0)[:, None]
-            q = jnp.take_along_axis(query.q, at[..., None, None], axis=1)
-            query = query.replace(q=q, pos=jnp.take_along_axis(query.pos, at, axis=1))
-            lse = jnp.take_along_axis(lse, at[..., None], axis=1)
+            query, lse = _last(looked)
 
         def got(k, pos):
             if not looked.apart:

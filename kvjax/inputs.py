@@ -3,7 +3,10 @@
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.cache.cache import NAN, OVERFLOW, TRIMMED, Cache
 from kvjax.config import CacheRecipe, ModelConfig
@@ -52,6 +55,16 @@ def array(name: str, value: Any) -> np.ndarray:
     if made.dtype == object:
         raise InputError(f"{name} must be an array of equal rows, got {str(value)[:60]}")
     return made
+
+
+def finite(name: str, tree: Any) -> None:
+    """Refuses arrays on the host or a device that hold a NaN or an infinity."""
+    for at, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        numbers = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if numbers and not isinstance(leaf, Tracer) and not bool(jnp.isfinite(leaf).all()):
+            raise InputError(
+                f"{name}: {jax.tree_util.keystr(at)} holds NaN or infinity; make it anew"
+            )
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:

@@ -12,14 +12,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import scorers
+from kvjax import scorers, struct
 from kvjax.cache.sizes import bucket
-from kvjax.config import CacheRecipe
+from kvjax.config import CacheRecipe, Spec
 from kvjax.errors import InputError
 from kvjax.inputs import rows
 from kvjax.model import observe
 from kvjax.repeating import repeat
 from kvjax.scorers import probe_attention
+
+
+@struct.dataclass
+class Evidence:
+    """What a scorer has seen in an exact cache: of each group, with leaves [l b ...]."""
+
+    groups: tuple[Any, ...]
+    scorer: Spec | None = struct.static(None)
+
+
+def suits(evidence, cache, recipe) -> Evidence:
+    """The evidence, if it is of this cache and of the recipe's scorer."""
+    if not isinstance(evidence, Evidence):
+        raise InputError(f"evidence is what evidence_of gives, got {type(evidence).__name__}")
+    scorer = None if recipe.choice is None else recipe.choice.scorer
+    if evidence.scorer != scorer:
+        raise InputError(
+            f"this evidence is of scorer {str(evidence.scorer)!r} and {recipe.name} has "
+            f"{str(scorer)!r}; use evidence_of with this recipe"
+        )
+    groups = evidence.groups or ((),) * len(cache.groups)
+    for group, seen in zip(cache.groups, groups, strict=True):
+        for leaf in jax.tree.leaves(seen):
+            if leaf.shape[:2] != (group.stop - group.start, cache.batch):
+                raise InputError(
+                    f"this evidence is of {leaf.shape[1]} rows and the cache has {cache.batch}; "
+                    "use evidence_of with this cache"
+                )
+    return evidence
 
 
 def watcher(recipe: CacheRecipe) -> Any:
@@ -29,13 +58,31 @@ def watcher(recipe: CacheRecipe) -> Any:
     return scorers.build(recipe.choice.scorer).watch()
 
 
-def gather(model, cache, recipe: CacheRecipe, counts, tokens, question, tables=None):
+def asks(recipe: CacheRecipe, question) -> None:
+    """Refuses a question that nobody looks from, and a scorer that would look from nothing."""
+    reads = scorers.reads(recipe.choice) if recipe.when == "after" else None
+    if question is not None and reads not in ("window", "question"):
+        raise InputError(
+            f"{recipe.name} does not look from a question: leave question= out, or use a recipe "
+            "that does (snapkv, tova, finch)"
+        )
+    if question is None and reads == "window" and not recipe.window:
+        raise InputError(
+            f"{recipe.name} looks from its window, which is 0: make it at least 1, or give "
+            "question="
+        )
+    if question is None and reads == "question" and not recipe.window:
+        raise InputError(f"{recipe.name} looks from the question: pass question=, ids [b, q]")
+
+
+def gather(model, cache, recipe: CacheRecipe, counts, tokens, question, tables=None) -> Any:
     """The evidence for each group of the cache (leaves [l b ...]); () if the scorer asks for none.
 
     counts [b]: entries that are kept. tokens [b t]: the ids of the cache; question [b q]: what is
     looked from instead of the newest tokens, for scorers that look from there.
     """
     watch = watcher(recipe)
+    asks(recipe, question)
     if watch is None:
         return ()
     reads = scorers.reads(recipe.choice)
@@ -46,8 +93,6 @@ def gather(model, cache, recipe: CacheRecipe, counts, tokens, question, tables=N
                 f"the cache holds {cache.batch} rows and the question has {len(asked)}"
             )
         return _look(model, cache, asked, count, watch, tables)
-    if reads == "question" and not recipe.window:
-        raise InputError(f"{recipe.name} looks from the question: pass question=, ids [b, q]")
     if tokens is None:
         raise InputError(
             f"{recipe.name} looks at the prompt again: pass tokens=, the ids of the cache"

@@ -8,6 +8,7 @@ import numpy as np
 from kvjax import scorers
 from kvjax.cache.sizes import bucket
 from kvjax.config import CacheRecipe
+from kvjax.errors import InputError
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -71,6 +72,11 @@ def repeat(look, model, cache, recipe: CacheRecipe, tokens, watch, tables):
     assert recipe.choice is not None
     scorer = scorers.build(recipe.choice.scorer)
     lengths = np.asarray(cache.seen)
+    if scorer.first >= lengths.min():
+        raise InputError(
+            f"{recipe.name}: first={scorer.first} leaves nothing of {lengths.min()} tokens to "
+            "repeat; lower it"
+        )
     size = _size(tokens, scorer)
     total = None
     for start, ids, count in inputs(tokens, lengths, scorer, model.tokenizer):

@@ -10,6 +10,7 @@ Static `pooled` says that heads or layers may keep unequal numbers, in a pool of
 that counts entries by itself has `over`: the rows [b] that it would have kept more of.
 """
 
+from kvjax import struct
 from kvjax.budgets.ask import Ask
 from kvjax.budgets.chunks import Chunks
 from kvjax.budgets.heads import Heads
@@ -20,7 +21,6 @@ from kvjax.budgets.pyramid import Pyramid
 from kvjax.budgets.threshold import Threshold
 from kvjax.budgets.uniform import Uniform
 from kvjax.config import Spec
-from kvjax.errors import unknown
 
 __all__ = ["BUDGETS", "Ask", "build"]
 
@@ -38,6 +38,4 @@ BUDGETS = {
 
 def build(spec: Spec):
     """The budget that `spec` names."""
-    if spec.name not in BUDGETS:
-        raise unknown("budget", spec.name, BUDGETS)
-    return BUDGETS[spec.name](**dict(spec.options))
+    return struct.build("budget", BUDGETS, spec)

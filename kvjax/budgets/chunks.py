@@ -41,7 +41,8 @@ class Chunks:
         whole = max(max(1, int(runs * ask.keep)) - touched, 0)
         part = edge % self.size if ask.recent else 0
         cut = edge // self.size if part else -1
-        return np.array([min(whole * self.size + part, edge), whole, cut], np.int32)
+        most = whole * self.size + part + ask.sinks  # sinks may lie in runs that are not chosen
+        return np.array([min(most, edge), whole, cut], np.int32)
 
     def entries(self, want, layers: int, heads: int) -> int:
         """Of what is wanted, the entries of a head."""

@@ -13,7 +13,8 @@ class Heads:
     """Whole heads: those of the highest scores keep everything, the others only what is protected.
 
     A head's score is the highest of its entries (labels are constant along a text). As many heads
-    are whole as fit in keep: the sum is at most round(keep * entries), in steps of a head.
+    are whole as fit in keep: the sum is at most round(keep * entries), in steps of a head; where
+    window and sinks are more than that already, there are fewer sinks.
     Source: KVzip's head level, arXiv:2505.23416, section 4.3; DuoAttention, arXiv:2410.10819.
     """
 
@@ -23,9 +24,8 @@ class Heads:
     def wants(self, ask: Ask):
         """[]: entries of the model beyond the windows."""
         heads = ask.layers * ask.heads
-        total = round(ask.keep * heads * ask.length) - ask.recent * heads
-        least = heads * min(ask.sinks, ask.length - ask.recent)  # sinks stay, whatever keep says
-        return np.int32(max(total, least))
+        total = round(ask.keep * heads * ask.length) if ask.slots is None else ask.each * heads
+        return np.int32(max(total - ask.recent * heads, 0))
 
     def entries(self, want, layers: int, heads: int) -> int:
         """Of what is wanted, those of the whole pool."""
@@ -36,6 +36,7 @@ class Heads:
         best = jnp.where(valid, scores, -jnp.inf).max(axis=-1)
         best = jnp.moveaxis(best, 1, 0).reshape(b, l * n)
         size = valid.sum(axis=-1)
+        protected = protected & (pos < (count // (l * n))[:, None, None])  # as many as have room
         least = (protected & valid).sum(axis=-1)
         extra = jnp.moveaxis(size - least, 1, 0).reshape(b, l * n)[:, 0]  # alike in all heads
         room = count - least.sum(axis=(0, 2))

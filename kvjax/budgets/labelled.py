@@ -16,10 +16,11 @@ class Labelled:
     """Heads of a label above 0.5 keep everything; the others the sinks and their newest tokens.
 
     The labelled heads are whole whatever keep says. count="exact": the others share what
-    round(keep * entries) leaves, alike. count="paper" is the card's: max(least, length / part)
-    newest tokens, whatever keep says; `share` is then the part of all heads that may be labelled,
-    and one more, for which there is room. Where more are labelled than there is room for, the first
-    by label and number are whole and the TRIMMED flag is set: raise keep, or share.
+    round(keep * entries) leaves, alike; sinks that do not fit are left out. count="paper" is the
+    card's: max(least, length / part) newest tokens, whatever keep says; `share` is then the part of
+    all heads that may be labelled, and one more, for which there is room. Where more are labelled
+    than there is room for, the first by label and number are whole and the TRIMMED flag is set:
+    raise keep, or share.
     Source: Tang et al. 2024, arXiv:2407.15891 (RazorAttention), algorithm 1; least and part are
     from secondary sources, not re-read in the paper.
     """
@@ -46,8 +47,7 @@ class Labelled:
         heads, rest = ask.layers * ask.heads, ask.length - ask.recent
         if ask.slots is not None or not ask.paper:
             total = round(ask.keep * heads * ask.length) if ask.slots is None else ask.each * heads
-            least = heads * min(ask.sinks, rest)  # sinks stay, whatever keep says
-            return np.array([max(total - ask.recent * heads, least), -1], np.int32)
+            return np.array([max(total - ask.recent * heads, 0), -1], np.int32)
         newest = max(self.least, int(ask.length / self.part))
         newest = min(max(newest - ask.recent, 0), rest)
         whole = min(math.ceil(self.share * heads - 1e-9) + 1, heads)
@@ -56,6 +56,7 @@ class Labelled:
 
     def over(self, scores, valid, protected, pos, count):
         """[b]: rows with more labelled heads than there is room for."""
+        protected = _with_room(protected, pos, count)
         _, labelled, fits, extra, _ = self._room(scores, valid, protected, count)
         return (labelled > fits) & (extra > 0)
 
@@ -76,6 +77,7 @@ class Labelled:
 
     def __call__(self, scores, valid, protected, pos, count):
         l, b, n, _ = scores.shape  # noqa: E741
+        protected = _with_room(protected, pos, count)
         label, labelled, fits, extra, room = self._room(scores, valid, protected, count)
         whole = jnp.minimum(labelled, fits)
         flat = jnp.moveaxis(label, 1, 0).reshape(b, l * n)
@@ -86,3 +88,9 @@ class Labelled:
         newest = jnp.where(count[1] < 0, left, jnp.minimum(count[1], left))
         recent = pos >= valid.sum(axis=-1, keepdims=True) - newest[:, None, None]
         return valid & (full | protected | recent)
+
+
+def _with_room(protected, pos, count):
+    """As many sinks of each head as there is room for."""
+    l, _, n, _ = protected.shape  # noqa: E741
+    return protected & (pos < (count[0] // (l * n))[:, None, None])

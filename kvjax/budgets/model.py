@@ -13,7 +13,8 @@ class Model:
     """One pool for all layers and heads: the best entries of the whole model.
 
     With count="exact" round(keep * entries) are kept in all, protected ones included; "paper" is
-    KVzip's own arithmetic, one less (a strict threshold at the last one kept).
+    KVzip's own arithmetic, one less (a strict threshold at the last one kept). Windows stay, though
+    each rounds keep * length for itself where they are all that is kept.
     Source: Kim et al. 2025, arXiv:2505.23416 (KVzip), section 3.3 and its code.
     """
 

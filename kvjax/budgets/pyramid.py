@@ -52,7 +52,8 @@ class Pyramid:
         return _rounded(line, base * layers)
 
     def _kvpress(self, ask: Ask):
-        kept, window, layers = ask.length * ask.keep, ask.window, ask.layers
+        kept = ask.length * ask.keep if ask.slots is None else ask.each
+        window, layers = ask.window, ask.layers
         low = kept / self.beta
         high = kept * 2 - low
         if high >= ask.length - window:

@@ -1,5 +1,7 @@
 """Rows of a batch: select, insert and reset conversations."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
@@ -8,11 +10,14 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.pool import Pool
 from kvjax.cache.state import State
 from kvjax.errors import InputError
-from kvjax.shapes import Array, Int
 
 
-def _in_batch(cache, rows) -> None:
-    """Refuses rows that are not there, where their numbers are known."""
+def _in_batch(cache, rows, ndim: int) -> None:
+    """Refuses what is not one row (ndim 0) or a list of them, and rows that are not there, where
+    their numbers are known."""
+    if jnp.ndim(rows) != ndim:
+        kind = "one row" if ndim == 0 else "rows [r]"
+        raise InputError(f"expected the number of {kind}, got an array of shape {jnp.shape(rows)}")
     if not isinstance(rows, Tracer):
         rows = jnp.asarray(rows)
         if not jnp.issubdtype(rows.dtype, jnp.integer) or bool(
@@ -21,17 +26,17 @@ def _in_batch(cache, rows) -> None:
             raise InputError(f"rows {rows.tolist()} are not among the {cache.batch} of the cache")
 
 
-def select(cache: Cache, rows: Int[Array, "r"]) -> Cache:
-    """The conversations `rows` of a batch, as a batch of their own."""
+def select(cache: Cache, rows: Any) -> Cache:
+    """The conversations `rows` [r] of a batch, as a batch of their own."""
     rows = jnp.asarray(rows)
-    _in_batch(cache, rows)
+    _in_batch(cache, rows, 1)
     take = lambda x: jnp.take(x, rows, axis=1 if x.ndim > 1 else 0)  # noqa: E731
     return jax.tree.map(take, cache)
 
 
-def insert(cache: Cache, row: int | Int[Array, ""], other: Cache) -> Cache:
+def insert(cache: Cache, row: Any, other: Cache) -> Cache:
     """Puts the one conversation of `other` in a row of a batch; both of one recipe and size."""
-    _in_batch(cache, row)
+    _in_batch(cache, row, 0)
     if other.batch != 1:
         raise InputError(f"insert takes a cache of one row, got {other.batch}; use select first")
     if jax.tree.structure(cache) != jax.tree.structure(other):
@@ -49,12 +54,12 @@ def insert(cache: Cache, row: int | Int[Array, ""], other: Cache) -> Cache:
     return jax.tree.map(put, cache, other)
 
 
-def reset(cache: Cache, row: int | Int[Array, ""]) -> Cache:
+def reset(cache: Cache, row: Any) -> Cache:
     """Forgets a row: it is ready for a new conversation, with its budget as before.
 
     Outside jit a copy: no buffer is shared with the cache given.
     """
-    _in_batch(cache, row)
+    _in_batch(cache, row, 0)
     here = jnp.arange(cache.batch) == row
     zero = lambda x: jnp.where(here, 0, x)  # noqa: E731
     groups = tuple(

@@ -14,6 +14,7 @@ from kvjax.cache.sizes import Sizes, full_layers, kept, round_up, sizes
 from kvjax.cache.slots import Slots, pos_dtype
 from kvjax.config import CacheRecipe, ModelConfig, Store
 from kvjax.errors import InputError
+from kvjax.inputs import a_recipe, whole
 from kvjax.shapes import EMPTY
 
 
@@ -115,12 +116,11 @@ def init_cache(
     A recipe that condenses after prefill gets the shapes it has once condensed from prompts of up
     to `length` tokens (default max_length): to be filled with `insert`, or for compiling.
     """
-    recipe = resolve(recipe, max_length)
+    batch, max_length = whole("batch", batch), whole("max_length", max_length)
+    recipe = resolve(a_recipe(recipe), max_length)
     check(config, recipe, max_length)
-    if batch < 1:
-        raise InputError(f"batch must be at least 1, got {batch}")
     after = recipe.when == "after" and recipe.store is not None
-    length = min(max_length, length or max_length)
+    length = max_length if length is None else min(whole("length", length), max_length)
     made = sizes(config, recipe, [length], max_length - length) if after else None
     groups = tuple(layers(config, recipe, batch, max_length, made, *run) for run in config.runs())
     zero = lambda: jnp.zeros((batch,), jnp.int32)  # noqa: E731

@@ -5,6 +5,8 @@ import inspect
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from kvjax import budgets, codecs, reducers, scorers
 from kvjax.cache import state
 from kvjax.cache.named import NAMED, REST, Entry
@@ -62,6 +64,7 @@ def recipe(name: str, /, **options: Any) -> CacheRecipe:
     if not isinstance(name, str) or name not in RECIPES:
         raise unknown("recipe", str(name), RECIPES)
     made = RECIPES[name].recipe
+    options = {k: v.item() if isinstance(v, np.generic) else v for k, v in options.items()}
     if "codec" in options:
         made = _with_codec(made, options.pop("codec"))
     for part, build in (("scorer", scorers.build), ("budget", budgets.build)):
@@ -158,10 +161,10 @@ def _with(made, option, value):
     if choice is not None:
         for name, build in (("scorer", scorers.build), ("budget", budgets.build)):
             spec = getattr(choice, name)
-            if option in _defaults(build(spec)):
-                return replace(
-                    made, choice=replace(choice, **{name: _spec_with(spec, option, value)})
-                )
+            usual = _defaults(build(Spec(spec.name)))
+            if option in usual:
+                spec = _spec_with(spec, option, value, usual[option])
+                return replace(made, choice=replace(choice, **{name: spec}))
     return replace(made, store=_coded_with(made.store, option, value))
 
 
@@ -173,8 +176,9 @@ def _coded_with(store, option, value) -> Store:
     sides = {}
     for side, mine in zip("kv", pair, strict=True):
         spec = getattr(store, side)
-        has = option in _defaults(codecs.build(spec, side))
-        sides[side] = _spec_with(spec, option, mine) if has else spec
+        usual = _defaults(codecs.build(Spec(spec.name), side))
+        has = option in usual
+        sides[side] = _spec_with(spec, option, mine, usual[option]) if has else spec
     return replace(store, **sides)
 
 
@@ -189,11 +193,14 @@ def _with_method(made, part, build, value):
     return replace(made, choice=replace(made.choice, **{part: spec}))
 
 
-def _spec_with(spec, option, value) -> Spec:
-    """The spec with one option more, which must be of a plain type."""
+def _spec_with(spec, option, value, usual) -> Spec:
+    """The spec with one option more, which must be of a plain type; defaults are not written."""
     if not isinstance(value, (str, bool, int, float, type(None))):
         raise InputError(f"{spec.name}: {option} must be a number or a name, got {value!r}")
-    return Spec(spec.name, tuple(sorted((dict(spec.options) | {option: value}).items())))
+    options = dict(spec.options) | {option: value}
+    if value == usual and type(value) is type(usual):
+        del options[option]
+    return Spec(spec.name, tuple(sorted(options.items())))
 
 
 def _check(method) -> None:
@@ -225,7 +232,8 @@ def valid(made: CacheRecipe) -> CacheRecipe:
         )
     if made.when not in ("after", "during"):
         raise unknown("value of when", made.when, ("after", "during"))
-    whole("window", made.window, REST if made.window == REST else 0)
+    rest = made.choice is not None and RECIPES[made.name].recipe.window == REST
+    whole("window", made.window, REST if rest else 0)
     for name, least in (("stride", 1), ("lookahead", 0), ("chunk", 1)):
         whole(name, getattr(made, name), least)
     if made.store is not None:

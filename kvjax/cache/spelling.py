@@ -30,15 +30,22 @@ def split(word: str, main: str) -> tuple[str, dict[str, Any]]:
             raise InputError(
                 f"{word!r}: expected name@{main},option=value,... and found {part!r} after a comma"
             )
-        options[option.strip().replace("-", "_")] = value(given.strip())
+        _put(options, option.strip().replace("-", "_"), value(given.strip()), word)
     return name.strip(), options
 
 
-def parse(word: str) -> CacheRecipe:
+def _put(options, option, given, word) -> None:
+    """An option more, which may be said once."""
+    if option in options:
+        raise InputError(f"{word!r}: {option} is {options[option]!r} and {given!r}; give it once")
+    options[option] = given
+
+
+def parse(word: str, **more: Any) -> CacheRecipe:
     """The recipe that a word names: "snapkv", "snapkv+int8@0.5", "ada_snapkv@0.25,window=64".
 
     After + stands its codec, or two as in +int8/raw for keys and values; after @ what it keeps.
-    Options of the codec may be two in the same way: "kivi,bits=4/2".
+    Options of the codec may be two in the same way: "kivi,bits=4/2". more: options beside it.
     """
     name, options = split(word, "keep")
     for option, given in options.items():
@@ -47,7 +54,9 @@ def parse(word: str) -> CacheRecipe:
     name, plus, codec = name.partition("+")
     if plus:
         sides = tuple(codec.split("/"))
-        options["codec"] = sides if len(sides) == 2 else codec
+        _put(options, "codec", sides if len(sides) == 2 else codec, word)
+    for option, given in more.items():
+        _put(options, option, given, word)
     return recipe(name, **options)
 
 
@@ -55,11 +64,16 @@ def spelled(made: CacheRecipe) -> str:
     """The shortest word that `parse` reads as this recipe, its codec and budget shown."""
     plain = recipe(made.name)
     word = made.name
-    given, usual = dict(options_of(made)), dict(options_of(plain))
-    if made.store is not None and _codecs(made) != _codecs(plain):
-        k, v = _codecs(made)
+    given, names = dict(options_of(made)), {}
+    if made.store is not None and (plain.store is None or _codecs(made) != _codecs(plain)):
+        k, v = names["codec"] = _codecs(made)
         word += f"+{k}" if k == v else f"+{k}/{v}"
-        usual |= dict(options_of(recipe(made.name, codec=(k, v))))
+    for part in ("scorer", "budget"):
+        if given.get(part) != options_of(plain).get(part):
+            names[part] = given[part]
+    # options that another codec, scorer or budget has are its own unless said; its name is said
+    usual = dict(options_of(recipe(made.name, **names)))
+    usual |= {part: options_of(plain).get(part) for part in ("scorer", "budget")}
     keep = given.pop("keep", None)
     if keep is not None and not (made.choice is not None and made.choice.slots):
         word += f"@{keep!r}"

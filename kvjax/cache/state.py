@@ -19,7 +19,6 @@ from kvjax import struct
 from kvjax.attention import Query
 from kvjax.cache.learned import LearnedFeatures
 from kvjax.config import Spec
-from kvjax.errors import unknown
 from kvjax.shapes import EMPTY, Array, Float
 
 
@@ -66,9 +65,7 @@ FEATURES = {"random_features": RandomFeatures, "less": LearnedFeatures}
 
 def build(spec: Spec, tables=None):
     """The features that `spec` names, with their tables (of one layer) if any."""
-    if spec.name not in FEATURES:
-        raise unknown("features", spec.name, FEATURES)
-    return FEATURES[spec.name](**dict(spec.options), **(tables or {}))
+    return struct.build("features", FEATURES, spec, tables)
 
 
 @struct.dataclass

@@ -25,7 +25,6 @@ from kvjax.codecs.rotated import Rotated
 from kvjax.codecs.turboquant import TurboQuant
 from kvjax.codecs.turned import Turned
 from kvjax.config import Spec, Store
-from kvjax.errors import unknown
 
 
 class Codec(Protocol):
@@ -127,9 +126,7 @@ class Pair:
 
 def build(spec: Spec, side: str, tables=None):
     """The codec that `spec` names, for side "k" or "v", with its tables (of one layer) if any."""
-    if spec.name not in CODECS:
-        raise unknown("codec", spec.name, CODECS)
-    return CODECS[spec.name](side=side, **dict(spec.options), **(tables or {}))
+    return struct.build("codec", CODECS, spec, {"side": side} | (tables or {}))
 
 
 def pair(store: Store, tables=None) -> Pair:

@@ -17,8 +17,8 @@ score is the scorer's, scale that of query-key products:
     moved(k, v [b n s d], kept [b n s], dropped [b n s], score [b n s], scale) -> v [b n s e]
 """
 
+from kvjax import struct
 from kvjax.config import CacheRecipe, Spec
-from kvjax.errors import unknown
 from kvjax.reducers.flow import Flow
 from kvjax.reducers.mean import Mean
 
@@ -37,6 +37,4 @@ def makes(recipe: CacheRecipe) -> bool:
 
 def build(spec: Spec, tables=None):
     """The reducer that `spec` names, with its tables (of one layer) if it has any."""
-    if spec.name not in REDUCERS:
-        raise unknown("reducer", spec.name, REDUCERS)
-    return REDUCERS[spec.name](**dict(spec.options), **(tables or {}))
+    return struct.build("reducer", REDUCERS, spec, tables)

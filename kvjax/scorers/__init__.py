@@ -9,8 +9,8 @@ One that can be fed as tokens arrive has `streams()`, an observer, and static `d
 next one.
 """
 
+from kvjax import struct
 from kvjax.config import CacheRecipe, Choice, Spec
-from kvjax.errors import unknown
 from kvjax.scorers.accumulated import AccumulatedAttention
 from kvjax.scorers.expected_attention import ExpectedAttention
 from kvjax.scorers.gate import Gate
@@ -59,6 +59,4 @@ def streams(recipe: CacheRecipe | None) -> bool:
 
 def build(spec: Spec, tables=None):
     """The scorer that `spec` names, with its tables (of one layer) if it has any."""
-    if spec.name not in SCORERS:
-        raise unknown("scorer", spec.name, SCORERS)
-    return SCORERS[spec.name](**dict(spec.options), **(tables or {}))
+    return struct.build("scorer", SCORERS, spec, tables)

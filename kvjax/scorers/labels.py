@@ -23,4 +23,10 @@ class Labels:
             raise InputError(
                 "this recipe needs labels of heads: calibrate them and put them into model.tables"
             )
+        heads = seen.pos.shape[1]
+        if self.label.shape != (heads,):
+            raise InputError(
+                f"labels of a layer have shape {self.label.shape} and the model {heads} kv heads; "
+                "use those made for this model"
+            )
         return jnp.broadcast_to(self.label[None, :, None], seen.pos.shape).astype(jnp.float32)

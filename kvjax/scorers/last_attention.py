@@ -22,7 +22,7 @@ class LastAttention:
     decay = 0.0
 
     def watch(self):
-        return Mass()
+        return Mass(last=True)
 
     def streams(self):
         return Gained(last=True, reduce="all")

@@ -31,13 +31,13 @@ def scores(looked: Looked):
     weights = looked.tables and looked.tables.get("scorer", {}).get("weights")
     if not weights:
         raise InputError(f"this recipe needs a surrogate of this model: {REMEDY}")
-    took, gave = weights.get("inner", weights["out"]).shape[0], weights["out"].shape[1]
     width, heads = looked.hidden.shape[-1], looked.k.shape[1]
-    if (took, gave) != (width, heads):
-        raise InputError(
-            f"the surrogate maps {took} numbers to {gave} kv heads and this model has {width} "
-            f"and {heads}: {REMEDY}"
-        )
+    between = weights["inner"].shape[-1] if "inner" in weights else width
+    want = {"out": (between, heads), "out_bias": (heads,)}
+    if "inner" in weights:
+        want |= {"inner": (width, between), "inner_bias": (between,)}
+    if (got := {name: x.shape for name, x in weights.items()}) != want:
+        raise InputError(f"the surrogate has {got} and this model needs {want}: {REMEDY}")
     # a barrier: no fusion with it may change the bits of the model's own layer
     hidden = jax.lax.optimization_barrier(looked.hidden)
     return jnp.swapaxes(predict(weights, hidden), 1, 2)

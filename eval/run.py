@@ -10,7 +10,7 @@ import numpy as np
 
 import kvjax
 from kvjax.cache import spelling
-from kvjax.eval import beside, file, ledger, one, progress, rows, score, where
+from kvjax.eval import beside, file, ledger, one, programs, progress, rows, score, where
 from kvjax.eval.jobs import Job, cost, job
 from kvjax.eval.ledger import Ledger
 from kvjax.eval.plans import Plan, plan
@@ -115,4 +115,5 @@ def _item(todo: Plan, job: Job, name: str, i: int, missing: list[str], book: Led
         times = {k: vars(v) for k, v in spans.items()}
         times |= {"decode": one.decode(model, cache, item)} if timing else {}
         book.new(job, name, i, label, one.sizes(cache) | row, times)
+        programs.forget()
         book.advance(what, cost(item))

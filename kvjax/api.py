@@ -18,10 +18,10 @@ from kvjax import finch, scorers, sharding
 from kvjax.cache import init, ops, sizes
 from kvjax.cache.cache import Cache
 from kvjax.cache.condense import compact
-from kvjax.cache.recipes import resolve
+from kvjax.cache.recipes import a_recipe, resolve
 from kvjax.config import CacheRecipe, ModelConfig
-from kvjax.errors import InputError
-from kvjax.inputs import a_cache, a_recipe, array, checked, finite, fits, rows, whole
+from kvjax.errors import InputError, whole
+from kvjax.inputs import a_cache, array, checked, finite, fits, rows
 from kvjax.model import observe
 from kvjax.observing import Evidence, asks, gather, merged, suits, watcher
 from kvjax.params import Params, apart

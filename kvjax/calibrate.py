@@ -21,9 +21,9 @@ from kvjax.cache import recipes, sizes
 from kvjax.cache.init import init_cache
 from kvjax.config import CacheRecipe
 from kvjax.data import moby_dick
-from kvjax.errors import InputError
+from kvjax.errors import InputError, whole
 from kvjax.evidence import Looked
-from kvjax.inputs import number, whole
+from kvjax.inputs import number
 from kvjax.observing import gather
 
 REPEATS = 4

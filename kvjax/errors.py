@@ -1,6 +1,9 @@
-"""The error for what a caller can get wrong, and the nearest name to offer."""
+"""The error for what a caller can get wrong, the nearest name to offer, and whole numbers."""
 
 import difflib
+from typing import Any
+
+import numpy as np
 
 
 class InputError(ValueError):
@@ -13,3 +16,10 @@ def unknown(what: str, name: str, known) -> InputError:
     near = difflib.get_close_matches(str(name).lower(), known, 1, 0.4)
     hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
     return InputError(f"unknown {what} {name!r}; {hint}")
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """value as an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise InputError(f"{name} must be a whole number, at least {least}, got {value!r}")
+    return int(value)

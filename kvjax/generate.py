@@ -12,11 +12,11 @@ import numpy as np
 
 from kvjax.api import Model, _mesh, extend, prefill, tables_of
 from kvjax.cache.cache import Cache, nbytes
-from kvjax.cache.recipes import resolve
+from kvjax.cache.recipes import a_recipe, resolve
 from kvjax.config import CacheRecipe
 from kvjax.decode import generate_some
-from kvjax.errors import InputError
-from kvjax.inputs import a_cache, a_recipe, array, checked, fits, number, whole
+from kvjax.errors import InputError, whole
+from kvjax.inputs import a_cache, array, checked, fits, number
 from kvjax.inputs import rows as checked_rows
 from kvjax.sampling import sample
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from kvjax.cache.cache import NAN, OVERFLOW, TRIMMED, Cache
-from kvjax.config import CacheRecipe, ModelConfig
+from kvjax.config import ModelConfig
 from kvjax.errors import InputError
 
 
@@ -67,13 +67,6 @@ def finite(name: str, tree: Any) -> None:
             )
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """value as an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise InputError(f"{name} must be a whole number, at least {least}, got {value!r}")
-    return int(value)
-
-
 def number(name: str, value: Any, low: float, high: float = math.inf) -> float:
     """value as a finite float of low to high."""
     try:
@@ -84,15 +77,6 @@ def number(name: str, value: Any, low: float, high: float = math.inf) -> float:
         until = "" if high == math.inf else f" to {high}"
         raise InputError(f"{name} must be a number from {low}{until}, got {value!r}")
     return made
-
-
-def a_recipe(value: Any) -> CacheRecipe:
-    """value if it is a recipe; None is the exact cache."""
-    if value is None:
-        return CacheRecipe()
-    if not isinstance(value, CacheRecipe):
-        raise InputError(f"give a recipe as kvjax.recipe({value!r}), not {value!r}")
-    return value
 
 
 def a_cache(value: Any) -> Cache:

@@ -23,9 +23,9 @@ from kvjax.cache.select import top
 from kvjax.cache.slots import unpack_pos
 from kvjax.codecs import pair
 from kvjax.config import CacheRecipe, Choice, ModelConfig, Spec, Store
-from kvjax.errors import InputError, unknown
+from kvjax.errors import InputError, unknown, whole
 from kvjax.evidence import Looked
-from kvjax.inputs import checked, number, rows, whole
+from kvjax.inputs import checked, number, rows
 from kvjax.model import observe
 
 ZONES = ("sink", "recent", "middle", "all")

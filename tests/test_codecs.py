@@ -235,7 +235,7 @@ def test_by_hand():
 def test_options():
     """Options of a codec are of both sides, or a pair; what cannot work is one sentence."""
     made = kvjax.recipe("snapkv", keep=0.5, codec="kivi", bits=(4, 2), group_size=16)
-    assert [dict(x.options)["bits"] for x in (made.store.k, made.store.v)] == [4, 2]
+    assert [codecs.build(x, "k").bits for x in (made.store.k, made.store.v)] == [4, 2]
     for word in ("snapkv+kivi@0.5,bits=4/2", "kivi,bits=4", "snapkv+int4@0.5", "int8",
                  "fp8,form=e5m2", "snapkv+raw/int4@0.25,bits=8",
                  "kvzip+grouped@0.5,group_size=32"):  # fmt: skip

@@ -1,11 +1,13 @@
 """What `kvjax.eval.run` refuses, before any work: one sentence with the remedy."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from evaluating import draw, plain, run
 
 import kvjax
 from kvjax.errors import InputError
-from kvjax.eval import Ask, Item
+from kvjax.eval import Ask, Item, programs
 
 LONG = [Item(draw(0, 0, 4090), (Ask((1,), tuple(range(1, 9))),))]
 BAD = [
@@ -73,3 +75,17 @@ def test_files_that_are_no_results_are_refused(text, says, tmp_path):
         run(path)
     assert says in str(error.value)
     assert path.read_text() == text
+
+
+def test_a_long_run_forgets_programs_in_time(monkeypatch):
+    """Many compiled programs are many memory maps, of which a process has so many and no more."""
+    if not (before := programs.maps()):
+        pytest.skip("this system does not say")
+    for i in range(40):
+        jax.block_until_ready(jax.jit(lambda x, i=i: jnp.cumsum(x * i) @ x)(jnp.ones(8 + i)))
+    many = programs.maps()
+    programs.forget()
+    assert programs.maps() > before  # far from too many: they stay
+    monkeypatch.setattr(programs, "MOST", 0)
+    programs.forget()
+    assert programs.maps() < many

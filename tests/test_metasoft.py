@@ -110,6 +110,7 @@ def test_tokens_of_the_end_as_soft_tokens_are_nearly_snapkv(config, least):
     recipe = kvjax.recipe("metasoft", reducer=None, **options)
     watch, count = observing.watcher(recipe), np.full(2, size, np.int32)
     seen = observing._look(whole, cache, soft, count, watch, None)
+    seen = observing.Evidence(seen, recipe.choice.scorer)
     made = kvjax.condense(whole, cache, recipe, tokens=ids, evidence=seen)
     pairs = list(zip(entries(snap), entries(made), strict=True))
     pairs = [(set(a), set(b)) for a, b in pairs if a]
@@ -208,7 +209,7 @@ def held(cache, group, depth, layer):
 
 def looked(recipe, cache, config=PLAIN, ids=IDS) -> Any:
     """What the soft tokens saw, for each group."""
-    return api.evidence_of(model(config), cache, recipe, tokens=ids)
+    return api.evidence_of(model(config), cache, recipe, tokens=ids).groups
 
 
 def scored(recipe, config):

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from kvjax import budgets, codecs, reducers, scorers
 from kvjax.cache import pool, state
 from kvjax.cache.cache import Cache, LayerCache, Tail
-from kvjax.cache.recipes import resolve
+from kvjax.cache.recipes import a_recipe, resolve
 from kvjax.cache.sizes import Sizes, full_layers, kept, round_up, sizes
 from kvjax.cache.slots import Slots, pos_dtype
 from kvjax.config import CacheRecipe, ModelConfig, Store
-from kvjax.errors import InputError
-from kvjax.inputs import a_recipe, whole
+from kvjax.errors import InputError, whole
 from kvjax.shapes import EMPTY
 
 

@@ -75,6 +75,15 @@ def recipe(name: str, /, **options: Any) -> CacheRecipe:
     return valid(made)
 
 
+def a_recipe(value: Any) -> CacheRecipe:
+    """value if it is a recipe; None is the exact cache."""
+    if value is None:
+        return CacheRecipe()
+    if not isinstance(value, CacheRecipe):
+        raise InputError(f"give a recipe as kvjax.recipe({value!r}), not {value!r}")
+    return value
+
+
 def options_of(made: CacheRecipe) -> dict[str, object]:
     """Every option that a recipe takes, with its present value."""
     out = {k: getattr(made, k) for k in ("window", "stride", "lookahead", "chunk")}
@@ -232,7 +241,8 @@ def valid(made: CacheRecipe) -> CacheRecipe:
         )
     if made.when not in ("after", "during"):
         raise unknown("value of when", made.when, ("after", "during"))
-    rest = made.choice is not None and RECIPES[made.name].recipe.window == REST
+    usual = RECIPES.get(made.name)
+    rest = made.choice is not None and usual is not None and usual.recipe.window == REST
     whole("window", made.window, REST if rest else 0)
     for name, least in (("stride", 1), ("lookahead", 0), ("chunk", 1)):
         whole(name, getattr(made, name), least)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import time
 
 import jax
 import jax.numpy as jnp
@@ -179,8 +180,12 @@ def test_progress_is_for_terminals(monkeypatch, capfd):
         with loop._bar(0, 9, progress) as tick:
             tick(1, "loss 2")
 
+    def slow(*args):  # as a model's is: a bar draws itself every tenth of a second
+        time.sleep(0.5)
+        return loss(*args)
+
     assert not drawn(True, lambda: asks(True))  # over before two seconds
     monkeypatch.setattr(loop, "SHOWN_AFTER_S", 0.0)
-    assert "compiling" in drawn(True, lambda: train(loss, START, batches, CONFIG))
+    assert "compiling" in drawn(True, lambda: train(slow, START, batches, CONFIG))
     assert not drawn(True, lambda: asks(False)) and not drawn(False, lambda: asks(True))
     assert capfd.readouterr() == ("", "")
